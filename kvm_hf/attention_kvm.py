@@ -1,0 +1,104 @@
+"""One softmax over `[state | window]`: a call into transformers' attention interface, causal at the lower right.
+
+Depends on PyTorch and on transformers' `ALL_ATTENTION_FUNCTIONS` (eager, sdpa, flex_attention, flash attention).
+Specification, sections 1 and 8.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+# Flash kernels want head dims that are multiples of 8, so one bias channel costs eight.
+BIAS_CHANNELS = 8
+
+
+def repeat_heads(hidden: torch.Tensor, groups: int) -> torch.Tensor:
+    """`[B, G, ...]` to `[B, G * groups, ...]`: every key/value head once per query head that reads it."""
+    return hidden if groups == 1 else hidden.repeat_interleave(groups, dim=1)
+
+
+def eager_attention(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
+    """Attention in plain tensor operations; the signature of transformers' attention interface.
+
+    Returns `[B, T, H, D]` and the weights `[B, H, T, K]`.
+    """
+    key = repeat_heads(key, module.num_key_value_groups)
+    value = repeat_heads(value, module.num_key_value_groups)
+    scores = query @ key.transpose(2, 3) * scaling
+    if attention_mask is not None:
+        scores = scores + attention_mask
+    precise = torch.promote_types(query.dtype, torch.float32)
+    weights = scores.softmax(dim=-1, dtype=precise).to(query.dtype)
+    weights = F.dropout(weights, p=dropout, training=module.training)
+    return (weights @ value).transpose(1, 2).contiguous(), weights
+
+
+def takes_mask(implementation: str) -> bool:
+    """Whether the kernel takes an additive mask per head. Flash attention takes none; flex attention's, as
+    transformers calls it, is one for all heads."""
+    return "flash" not in implementation and "flex" not in implementation
+
+
+def bias_channels(implementation: str, count_bias: float) -> int:
+    """Key channels that have to carry the score bias because the kernel takes no mask for it."""
+    return 0 if not count_bias or takes_mask(implementation) else BIAS_CHANNELS
+
+
+def attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: torch.Tensor | None,
+    dropout: float,
+) -> torch.Tensor:
+    """`T` queries against `K >= T` keys, the last `T` of which are their own tokens: causal at the lower right.
+
+    Args:
+        module: the attention module (`scaling`, `num_key_value_groups`, `config._attn_implementation`).
+        query: `[B, H, T, D]`.
+        key: `[B, G, K, D + bias_channels]`; value: `[B, G, K, D]`.
+        bias: `[B, G, K]` added to the scores, or None.
+
+    Returns:
+        `[B, T, H, D]`.
+    """
+    implementation = module.config._attn_implementation
+    interface = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention)
+    extra = key.shape[-1] - query.shape[-1]
+    if extra:
+        query = torch.cat([query, torch.ones_like(query[..., :1]), torch.zeros_like(query[..., : extra - 1])], dim=-1)
+        bias = None
+    output, _ = interface(
+        module,
+        query,
+        key,
+        value,
+        _mask(module, query, key, bias, implementation),
+        dropout=dropout,
+        scaling=module.scaling,
+    )
+    return output
+
+
+def _mask(module, query, key, bias, implementation) -> torch.Tensor | None:
+    """The additive (or, without a bias, boolean) mask that this kernel needs to be causal at the lower right."""
+    length, total = query.shape[2], key.shape[2]
+    # One query sees everything. Square calls are causal by themselves in sdpa, and flash attention aligns to the
+    # lower right by itself.
+    by_itself = length == 1 or "flash" in implementation or (implementation == "sdpa" and length == total)
+    if by_itself and bias is None:
+        return None
+
+    mask = None
+    if length > 1:
+        visible = torch.ones(length, total, dtype=torch.bool, device=query.device).tril(total - length)
+        if implementation == "sdpa" and bias is None:
+            return visible[None, None]
+        mask = torch.zeros(length, total, dtype=query.dtype, device=query.device)
+        mask = mask.masked_fill(~visible, torch.finfo(query.dtype).min)[None, None]
+    if bias is not None:
+        bias = repeat_heads(bias, module.num_key_value_groups)[:, :, None]
+        mask = bias if mask is None else mask + bias
+    return mask if "flex" not in implementation else mask.expand(query.shape[0], -1, -1, -1)

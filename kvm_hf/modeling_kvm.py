@@ -1,0 +1,467 @@
+"""A Llama-style language model whose attention layers may keep a Key-Value Means state instead of a growing cache.
+
+Parameters are named as in transformers' Llama, so that its checkpoints load; a `kvm_attention` layer adds
+`state_norm`, `merge_gate`, `state_temperature` and `window_temperature` (specification, section 5). The order is that
+of transformers' model files: norm, RoPE, MLP, attention, layer, model, heads.
+
+Depends on `configuration_kvm`, `state_kvm`, `attention_kvm` and `cache_kvm` beside it, and on transformers.
+"""
+
+from dataclasses import fields
+from functools import partial
+
+import torch
+from torch import nn
+from transformers import AutoModel, initialization as init
+from transformers.activations import ACT2FN
+from transformers.cache_utils import Cache
+from transformers.generation import GenerationMixin
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers.modeling_layers import (
+    GenericForQuestionAnswering,
+    GenericForSequenceClassification,
+    GenericForTokenClassification,
+    GradientCheckpointingLayer,
+)
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+from transformers.utils import can_return_tuple
+from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.output_capturing import capture_outputs
+
+from .attention_kvm import attend, bias_channels, eager_attention, repeat_heads
+from .cache_kvm import KVMCache, KVMLayer, KVMStep
+from .configuration_kvm import KVMConfig
+from .state_kvm import NormalizedKeys, PositionalKeys, StateRule
+
+# transformers 5.24 calls the cache `cache` in inputs and outputs, releases before it `past_key_values`.
+CACHE_NAME = "cache" if "cache" in {field.name for field in fields(BaseModelOutputWithPast)} else "past_key_values"
+
+# Window temperatures nearer to zero count as this, since the state's keys are scaled by the ratio of the two.
+LEAST_TEMPERATURE = 1e-6
+
+AUTO_MAP = {
+    "AutoConfig": "configuration_kvm.KVMConfig",
+    "AutoModel": "modeling_kvm.KVMModel",
+    "AutoModelForCausalLM": "modeling_kvm.KVMForCausalLM",
+    "AutoModelForSequenceClassification": "modeling_kvm.KVMForSequenceClassification",
+    "AutoModelForTokenClassification": "modeling_kvm.KVMForTokenClassification",
+    "AutoModelForQuestionAnswering": "modeling_kvm.KVMForQuestionAnswering",
+}
+
+
+class KVMRMSNorm(nn.Module):
+    """Root mean square norm over the last dimension with a learned weight, computed in at least float32."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        precise = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
+        normed = precise * torch.rsqrt(precise.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * normed.to(hidden.dtype)
+
+
+class KVMRotaryEmbedding(nn.Module):
+    """Cosine and sine tables of RoPE for the first `r` channels of a head."""
+
+    def __init__(self, config: KVMConfig):
+        super().__init__()
+        self.config = config
+        self.rope_type = config.rope_parameters["rope_type"]
+        init_fn = ROPE_INIT_FUNCTIONS.get(self.rope_type, self.compute_default_rope_parameters)
+        inv_freq, self.attention_scaling = init_fn(config)
+        # transformers' `_init_weights` fills both again when a checkpoint is loaded through the meta device.
+        self.register_buffer("inv_freq", inv_freq, persistent=False)
+        self.register_buffer("original_inv_freq", inv_freq.clone(), persistent=False)
+
+    @staticmethod
+    def compute_default_rope_parameters(config: KVMConfig, *args, **kwargs) -> tuple[torch.Tensor, float]:
+        channels = torch.arange(0, config.rotary_channels, 2, dtype=torch.float)
+        return 1.0 / config.rope_parameters["rope_theta"] ** (channels / config.rotary_channels), 1.0
+
+    def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Positions of any shape, whole or real, to cosines and sines `[..., r]` in at least float32."""
+        precise = torch.promote_types(positions.dtype, torch.float32)
+        angles = positions[..., None].to(precise) * self.inv_freq.to(positions.device, precise)
+        angles = torch.cat((angles, angles), dim=-1)
+        return angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
+
+    def rotate(self, keys: torch.Tensor, positions: torch.Tensor, inverse: bool) -> torch.Tensor:
+        """`keys` `[..., D]` turned to `positions` `[...]`, or, if `inverse`, as they were before they were turned."""
+        cos, sin = self(positions)
+        if inverse:
+            return apply_rotary(keys, cos, -sin, scale=self.attention_scaling**-2)
+        return apply_rotary(keys, cos, sin)
+
+
+def apply_rotary(
+    hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, scale: float = 1.0
+) -> torch.Tensor:
+    """Rotates pairs `(i, i + r/2)` of the first `r` channels, and multiplies these channels by `scale`."""
+    channels = cos.shape[-1]
+    cos, sin = cos.to(hidden.dtype), sin.to(hidden.dtype)
+    rotary, rest = hidden[..., :channels], hidden[..., channels:]
+    first, second = rotary.chunk(2, dim=-1)
+    rotated = rotary * cos + torch.cat((-second, first), dim=-1) * sin
+    if scale != 1.0:
+        rotated = rotated * scale
+    return torch.cat((rotated, rest), dim=-1) if rest.shape[-1] else rotated
+
+
+class KVMMLP(nn.Module):
+    def __init__(self, config: KVMConfig):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.act_fn = ACT2FN[config.hidden_act]
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(hidden)) * self.up_proj(hidden))
+
+
+class KVMDotProductAttention(nn.Module):
+    """Llama's attention, for `full_attention` and `sliding_attention` layers, and the base of the KVM layer."""
+
+    def __init__(self, config: KVMConfig, layer_idx: int):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.head_dim = config.head_dim
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.scaling = config.head_dim**-0.5
+        self.attention_dropout = config.attention_dropout
+        self.is_causal = True
+        self.use_rope = config.uses_rope(layer_idx)
+        self.sliding_window = config.sliding_window if config.layer_types[layer_idx] == "sliding_attention" else None
+
+        queries, keys, bias = config.num_attention_heads, config.num_key_value_heads, config.attention_bias
+        self.q_proj = nn.Linear(config.hidden_size, queries * self.head_dim, bias=bias)
+        self.k_proj = nn.Linear(config.hidden_size, keys * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(config.hidden_size, keys * self.head_dim, bias=bias)
+        self.o_proj = nn.Linear(queries * self.head_dim, config.hidden_size, bias=bias)
+        if config.use_qk_norm:
+            self.q_norm = KVMRMSNorm(self.head_dim, config.rms_norm_eps)
+            self.k_norm = KVMRMSNorm(self.head_dim, config.rms_norm_eps)
+
+    def project(self, hidden: torch.Tensor, position_embeddings) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """`[B, T, hidden]` to rotated queries `[B, H, T, D]`, rotated keys and values `[B, G, T, D]`."""
+        shape = (*hidden.shape[:-1], -1, self.head_dim)
+        query = self.q_proj(hidden).view(shape)
+        key = self.k_proj(hidden).view(shape)
+        value = self.v_proj(hidden).view(shape).transpose(1, 2)
+        if self.config.use_qk_norm:
+            query, key = self.q_norm(query), self.k_norm(key)
+        query, key = query.transpose(1, 2), key.transpose(1, 2)
+        if self.use_rope:
+            cos, sin = (table.unsqueeze(1) for table in position_embeddings)
+            query, key = apply_rotary(query, cos, sin), apply_rotary(key, cos, sin)
+        return query, key, value
+
+    def forward(self, hidden, position_embeddings, attention_mask, cache, **kwargs) -> tuple[torch.Tensor, None]:
+        query, key, value = self.project(hidden, position_embeddings)
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
+        interface = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
+        output, _ = interface(
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=self.attention_dropout if self.training else 0.0,
+            scaling=self.scaling,
+            sliding_window=self.sliding_window,
+        )
+        return self.o_proj(output.flatten(2)), None
+
+
+class KVMAttention(KVMDotProductAttention):
+    """Attention over a block sliding window and a state of key-value means, in one softmax."""
+
+    def __init__(self, config: KVMConfig, layer_idx: int):
+        super().__init__(config, layer_idx)
+        heads = config.num_key_value_heads
+        self.rule = StateRule.from_config(config)
+        if config.state_treatment == "normalized":
+            self.state_norm = nn.LayerNorm(config.head_dim, eps=1e-5)
+        if config.gate_keys or config.gate_values:
+            self.merge_gate = nn.Linear(config.hidden_size, heads, bias=False)
+        if config.region_temperatures:
+            self.state_temperature = nn.Parameter(torch.ones(heads))
+            self.window_temperature = nn.Parameter(torch.ones(heads))
+
+    def treatment(self, rotary: KVMRotaryEmbedding):
+        """How keys enter the state, are compared with it, and are read from it."""
+        if self.rule.state_treatment == "normalized":
+            return NormalizedKeys(self._state_norm, self.config.rotary_channels if self.use_rope else 0)
+        return PositionalKeys(rotary.rotate if self.use_rope else lambda keys, positions, inverse: keys)
+
+    def _state_norm(self, keys: torch.Tensor) -> torch.Tensor:
+        """`state_norm` in the precision of the state."""
+        norm = self.state_norm
+        return nn.functional.layer_norm(
+            keys, norm.normalized_shape, norm.weight.to(keys.dtype), norm.bias.to(keys.dtype), norm.eps
+        )
+
+    def forward(self, hidden, position_embeddings, attention_mask, cache, position_ids, rotary):
+        query, key, value = self.project(hidden, position_embeddings)
+
+        gates = None
+        if hasattr(self, "merge_gate"):
+            gates = (1 + nn.functional.elu(self.merge_gate(hidden))).transpose(1, 2)[..., None]
+
+        # The temperature of window keys is put on the queries, and its inverse on the state's keys: the same scores,
+        # while the buffer holds the keys that the state will need.
+        state_scale = None
+        if self.config.region_temperatures:
+            window = self.window_temperature[:, None, None]
+            window = torch.where(window.abs() < LEAST_TEMPERATURE, torch.full_like(window, LEAST_TEMPERATURE), window)
+            query = query * repeat_heads(window[None], self.num_key_value_groups)
+            state_scale = self.state_temperature[:, None, None] / window
+
+        step = KVMStep(
+            rule=self.rule,
+            treatment=self.treatment(rotary),
+            queries=query,
+            gates=gates,
+            positions=position_ids.expand(hidden.shape[:2]),
+            state_scale=state_scale,
+            bias_channels=bias_channels(self.config._attn_implementation, self.rule.count_bias),
+            attend=partial(attend, self, dropout=self.attention_dropout if self.training else 0.0),
+        )
+        if cache is None:
+            output, _ = KVMLayer().update(key, value, step)
+        else:
+            output, _ = cache.update(key, value, self.layer_idx, step)
+        return self.o_proj(output.flatten(2)), None
+
+
+class KVMDecoderLayer(GradientCheckpointingLayer):
+    def __init__(self, config: KVMConfig, layer_idx: int):
+        super().__init__()
+        attention = KVMAttention if config.layer_types[layer_idx] == "kvm_attention" else KVMDotProductAttention
+        self.self_attn = attention(config, layer_idx)
+        self.mlp = KVMMLP(config)
+        self.input_layernorm = KVMRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = KVMRMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, hidden: torch.Tensor, **kwargs) -> torch.Tensor:
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), **kwargs)[0]
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class KVMPreTrainedModel(PreTrainedModel):
+    config: KVMConfig
+    config_class = KVMConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["KVMDecoderLayer"]
+    _skip_keys_device_placement = ["past_key_values", "cache"]
+    _supports_flash_attn = True
+    _supports_sdpa = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    _can_record_outputs = {"hidden_states": KVMDecoderLayer}
+
+    @torch.no_grad()
+    def _init_weights(self, module):
+        """Also gives what a checkpoint lacks its neutral value: gates and temperatures 1, `state_norm` plain."""
+        super()._init_weights(module)
+        if isinstance(module, KVMAttention):
+            if hasattr(module, "merge_gate"):
+                init.zeros_(module.merge_gate.weight)
+            if self.config.region_temperatures:
+                init.ones_(module.state_temperature)
+                init.ones_(module.window_temperature)
+
+    def save_pretrained(self, save_directory, *args, **kwargs):
+        """As in transformers; the folder also says which of its classes serves which Auto class."""
+        self.config.auto_map = dict(AUTO_MAP)
+        return super().save_pretrained(save_directory, *args, **kwargs)
+
+
+class KVMModel(KVMPreTrainedModel):
+    """The stack of layers without a head."""
+
+    def __init__(self, config: KVMConfig):
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self.layers = nn.ModuleList(KVMDecoderLayer(config, index) for index in range(config.num_hidden_layers))
+        self.norm = KVMRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.rotary_emb = KVMRotaryEmbedding(config)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        cache: Cache | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs,
+    ) -> BaseModelOutputWithPast:
+        """As transformers' `LlamaModel.forward`; `past_key_values` is the older name of `cache`.
+
+        Raises:
+            ValueError: padding, packed sequences, 4D masks or `output_attentions`, which KVM layers do not take; a
+                cache that was not made for this model.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("Give exactly one of `input_ids` and `inputs_embeds`.")
+        if inputs_embeds is None:
+            inputs_embeds = self.embed_tokens(input_ids)
+        cache = self._resolve_cache(cache, past_key_values, use_cache)
+        past = 0 if cache is None else cache.get_seq_length()
+        batch, length = inputs_embeds.shape[:2]
+
+        _refuse_unsupported(attention_mask, position_ids, (batch, past + length), kwargs)
+        if position_ids is None:
+            position_ids = torch.arange(past, past + length, device=inputs_embeds.device)[None]
+
+        masks = {"kvm_attention": None}
+        make_mask = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
+        for layer_type in set(self.config.layer_types) - set(masks):
+            # Nothing is padded or packed, so the mask follows from lengths alone.
+            masks[layer_type] = make_mask[layer_type](self.config, inputs_embeds, None, cache)
+
+        hidden = inputs_embeds
+        position_embeddings = self.rotary_emb(position_ids)
+        for layer, layer_type in zip(self.layers, self.config.layer_types):
+            hidden = layer(
+                hidden,
+                position_embeddings=position_embeddings,
+                attention_mask=masks[layer_type],
+                cache=cache,
+                position_ids=position_ids,
+                rotary=self.rotary_emb,
+            )
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden), **{CACHE_NAME: cache})
+
+    def _resolve_cache(self, cache, past_key_values, use_cache) -> Cache | None:
+        """The one cache to use, whatever it was called; a new one if asked for."""
+        if cache is not None and past_key_values is not None and cache is not past_key_values:
+            raise ValueError("`cache` and `past_key_values` are two names for one thing; give one of them.")
+        cache = past_key_values if cache is None else cache
+        if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
+            # The layers run twice, so they must not write to a cache (merge_with_config_defaults warned already).
+            return None
+        if cache is None:
+            return KVMCache(self.config) if use_cache else None
+        kinds = [getattr(layer, "_layer_type", None) for layer in getattr(cache, "layers", ())]
+        wanted = [kind if kind == "kvm_attention" else None for kind in self.config.layer_types]
+        if kinds != wanted:
+            raise ValueError(
+                f"The cache ({type(cache).__name__}) was not made for this model's layers. Use "
+                "`KVMCache(model.config)`, or `DynamicCache(config=model.config)`, or let `generate()` make one."
+            )
+        return cache
+
+
+def _refuse_unsupported(attention_mask, position_ids, shape, kwargs) -> None:
+    """Says in a sentence what KVM layers cannot take, rather than compute something else."""
+    if kwargs.get("output_attentions"):
+        raise ValueError(
+            "`output_attentions=True` is not available: KVM layers attend to rows that stand for many tokens, so "
+            "there is no weight per token."
+        )
+    if attention_mask is not None:
+        if attention_mask.ndim != 2:
+            raise ValueError(
+                f"`attention_mask` must be 2D (batch, tokens so far), got {attention_mask.ndim}D: KVM layers are "
+                "causal over state and window and take no other pattern."
+            )
+        if tuple(attention_mask.shape) != shape:
+            raise ValueError(
+                f"`attention_mask` has shape {tuple(attention_mask.shape)}, expected {shape}: one entry for every "
+                "token so far, those in the cache included."
+            )
+        if not attention_mask.all():
+            raise ValueError(
+                "Padded batches are not supported yet: `attention_mask` has zeros. Batch sequences of one length, "
+                "or run them one by one."
+            )
+    packed = position_ids is not None and position_ids.shape[-1] > 1 and (position_ids.diff(dim=-1) != 1).any()
+    if packed or kwargs.get("cu_seq_lens_q") is not None:
+        raise ValueError(
+            "Packed sequences are not supported yet: `position_ids` must go up by one. Run the sequences as rows of "
+            "a batch."
+        )
+
+
+class KVMForCausalLM(KVMPreTrainedModel, GenerationMixin):
+    """KVM model with a language modelling head."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    def __init__(self, config: KVMConfig):
+        super().__init__(config)
+        self.model = KVMModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        cache: Cache | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        **kwargs,
+    ) -> CausalLMOutputWithPast:
+        """As transformers' `LlamaForCausalLM.forward`; `past_key_values` is the older name of `cache`."""
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            cache=cache,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(outputs.last_hidden_state[:, kept])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            hidden_states=outputs.hidden_states,
+            **{CACHE_NAME: getattr(outputs, CACHE_NAME)},
+        )
+
+
+class KVMForSequenceClassification(GenericForSequenceClassification, KVMPreTrainedModel):
+    """KVM model that classifies a sequence by its last token."""
+
+
+class KVMForTokenClassification(GenericForTokenClassification, KVMPreTrainedModel):
+    """KVM model that classifies every token."""
+
+
+class KVMForQuestionAnswering(GenericForQuestionAnswering, KVMPreTrainedModel):
+    """KVM model that marks the span of an answer."""
+
+
+# The generic heads build their base model through `AutoModel`, in remote code too.
+AutoModel.register(KVMConfig, KVMModel, exist_ok=True)
+for _auto_class, _path in AUTO_MAP.items():
+    if _auto_class != "AutoConfig":
+        globals()[_path.split(".")[1]].register_for_auto_class(_auto_class)

@@ -1,0 +1,245 @@
+"""The recurrence of Key-Value Means: how a growing past becomes a small state. Tensors in, tensors out, no Transformers.
+
+Source: Goldstein & Cheah, Key-Value Means, arXiv 2605.09877; sections 2 to 4 of our specification, and section 8 for
+the `positional` treatment of keys, which is ours. Shapes in the letters of the specification: `B` batch, `G` key/value
+heads, `M` state rows, `C` chunk size, `D` head dim, `r` rotary channels.
+
+Read top to bottom: what a layer is asked to do (`StateRule`), how many rows it may hold (`budget`), what it holds
+(`State`), what is folded in (`Block`), the two ways to turn a key into a memory key (`NormalizedKeys`,
+`PositionalKeys`), and the three operations `found`, `absorb` and `readout`.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+
+
+@dataclass(frozen=True)
+class StateRule:
+    """Everything about a KVM layer that is not a tensor; the names are those of `KVMConfig`, which checks them."""
+
+    chunk_size: int
+    num_window_chunks: int
+    num_sink_tokens: int
+    state_budget: str
+    state_size: int
+    state_growth_factor: float
+    state_growth_exponent: float
+    state_saturation: int | None
+    state_round_to: int
+    state_max_size: int | None
+    gate_keys: bool
+    gate_values: bool
+    gate_appends: bool
+    gate_initial_state: bool
+    value_radius: bool
+    state_treatment: str
+    count_bias: float
+
+    @classmethod
+    def from_config(cls, config) -> "StateRule":
+        return cls(**{field.name: getattr(config, field.name) for field in fields(cls)})
+
+    @property
+    def window_size(self) -> int:
+        """`L`: the tokens of the block sliding window."""
+        return self.chunk_size * self.num_window_chunks
+
+
+def budget(rule: StateRule, context: int, available: int, current: int) -> int:
+    """Number of state rows wanted after absorbing a block (specification, section 4).
+
+    Args:
+        context: tokens that have been queries so far.
+        available: tokens that the state covers after this block.
+        current: rows held now; a state never shrinks.
+    """
+    if rule.state_budget == "fixed":
+        want = rule.state_size
+    else:
+        if rule.state_budget == "power_law":
+            target = rule.state_growth_factor * context**rule.state_growth_exponent
+        else:
+            target = rule.state_saturation * context / (rule.state_saturation + context)
+        want = math.floor(target) // rule.state_round_to * rule.state_round_to
+        want = max(want, rule.state_size)
+    if rule.state_max_size is not None:
+        want = min(want, rule.state_max_size)
+    return max(min(want, available), current)
+
+
+def rows_after(rule: StateRule, tokens: int) -> int:
+    """State rows held once `tokens` tokens of a sequence have been seen: section 3 with the tensors left out."""
+    chunk, window = rule.chunk_size, rule.window_size
+    if tokens <= window:
+        return 0
+    rows = chunk
+    for start in range(window + chunk, tokens, chunk):  # `start`: the token that opens a later chunk
+        available = start + chunk - window
+        rows += min(budget(rule, start, available, rows) - rows, chunk)
+    return rows
+
+
+class State(NamedTuple):
+    """What a layer remembers of the tokens that left its window: raw sums, rows in order of creation, sinks first."""
+
+    key_sum: torch.Tensor  # [B, G, M, D] sum of (gated) memory keys
+    value_sum: torch.Tensor  # [B, G, M, D] sum of (gated) values
+    radius: torch.Tensor  # [B, G, M, 1] length of the value that founded the row
+    count: torch.Tensor  # [B, G, M, 1] tokens in the row
+    mass: torch.Tensor  # [B, G, M, 1] sum of their gates
+    position_sum: torch.Tensor  # [B, G, M, 1] sum of gate times position
+
+    @property
+    def rows(self) -> int:
+        return self.key_sum.shape[2]
+
+
+class Block(NamedTuple):
+    """Tokens that leave the window together, with their memory keys."""
+
+    keys: torch.Tensor  # [B, G, C, D]
+    values: torch.Tensor  # [B, G, C, D]
+    gates: torch.Tensor  # [B, G, C, 1], ones where the layer has no gate
+    positions: torch.Tensor  # [B, G, C, 1]
+
+    def select(self, index: torch.Tensor) -> "Block":
+        """The tokens `index` [B, G, c] of the block, chosen per row and head."""
+        return Block(*(part.gather(2, index[..., None].expand(*index.shape, part.shape[-1])) for part in self))
+
+
+class Readout(NamedTuple):
+    """The state as attention sees it."""
+
+    keys: torch.Tensor  # [B, G, M, D]
+    values: torch.Tensor  # [B, G, M, D]
+    bias: torch.Tensor | None  # [B, G, M], added to the scores
+
+
+class KeyTreatment(Protocol):
+    """How a layer turns window keys into memory keys, compares them with rows, and reads rows back as keys."""
+
+    def memory_keys(self, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor: ...
+
+    def similarity(self, keys: torch.Tensor, key_sum: torch.Tensor) -> torch.Tensor: ...
+
+    def read(self, state: State) -> torch.Tensor: ...
+
+
+@dataclass
+class NormalizedKeys:
+    """Section 2: rotary channels zeroed, one LayerNorm on entry, on every comparison and on every read."""
+
+    state_norm: Callable[[torch.Tensor], torch.Tensor]
+    rotary_channels: int
+
+    def memory_keys(self, keys, positions):
+        """`[B, G, C, D]` window keys (and their positions `[B, G, C, 1]`, unused here) to memory keys."""
+        return self.state_norm(F.pad(keys[..., self.rotary_channels :], (self.rotary_channels, 0)))
+
+    def similarity(self, keys, key_sum):
+        """`[B, G, C, D]` against `[B, G, M, D]` to `[B, G, C, M]`: a dot product with the normed row."""
+        return keys @ self.state_norm(key_sum).transpose(-1, -2)
+
+    def read(self, state):
+        return self.state_norm(state.key_sum)
+
+
+@dataclass
+class PositionalKeys:
+    """Section 8: rotation undone on entry, the row's mean key rotated to the row's mean position on every read.
+
+    `rotate(keys, positions, inverse)` turns `[B, G, N, D]` keys to positions `[B, G, N]`, which may be real numbers.
+    """
+
+    rotate: Callable[[torch.Tensor, torch.Tensor, bool], torch.Tensor]
+
+    def memory_keys(self, keys, positions):
+        """`[B, G, C, D]` window keys at `positions` `[B, G, C, 1]` to the keys as they were before RoPE."""
+        return self.rotate(keys, positions.squeeze(-1), True)
+
+    def similarity(self, keys, key_sum):
+        """`[B, G, C, D]` against `[B, G, M, D]` to `[B, G, C, M]`: the cosine."""
+        return F.normalize(keys, dim=-1) @ F.normalize(key_sum, dim=-1).transpose(-1, -2)
+
+    def read(self, state):
+        mass = _positive(state.mass)
+        return self.rotate(state.key_sum / mass, (state.position_sum / mass).squeeze(-1), False)
+
+
+def found(rule: StateRule, block: Block) -> State:
+    """The first state: one row per token of the first chunk. The radius is that of the ungated value in any case."""
+    state = _rows(rule, block, gated=rule.gate_initial_state)
+    return state._replace(radius=block.values.norm(dim=-1, keepdim=True))
+
+
+def absorb(rule: StateRule, treatment: KeyTreatment, state: State, block: Block, context: int) -> State:
+    """Folds one block that leaves the window into the state (section 3, steps 1 to 3).
+
+    Both choices, which tokens found rows and which row a token joins, are constants to autograd; gradients reach keys,
+    values and gates through the sums.
+
+    Args:
+        context: position of the token that opens the new chunk, which is the number of tokens that were queries.
+    """
+    size = block.keys.shape[2]
+    available = context - rule.window_size + rule.chunk_size
+    n_append = min(budget(rule, context, available, state.rows) - state.rows, size)
+
+    if n_append > 0:
+        with torch.no_grad():
+            familiarity = treatment.similarity(block.keys, state.key_sum).amax(dim=-1)  # [B, G, C]
+            order = familiarity.sort(dim=-1, stable=True).indices
+            novel, rest = order[..., :n_append].sort().values, order[..., n_append:].sort().values
+        founded = _rows(rule, block.select(novel), gated=rule.gate_appends)
+        state = State(*(torch.cat(pair, dim=2) for pair in zip(state, founded)))
+        block = block.select(rest)
+
+    if n_append < size:
+        joining = _rows(rule, block, gated=True)
+        with torch.no_grad():
+            similarity = treatment.similarity(joining.key_sum, state.key_sum)[..., rule.num_sink_tokens :]
+            target = similarity.argmax(dim=-1, keepdim=True) + rule.num_sink_tokens  # [B, G, c, 1], lowest row on a tie
+        state = State(
+            *(
+                total if name == "radius" else total.scatter_add(2, target.expand_as(part), part)
+                for name, total, part in zip(State._fields, state, joining)
+            )
+        )
+    return state
+
+
+def readout(rule: StateRule, treatment: KeyTreatment, state: State) -> Readout:
+    """The state as keys, values and score bias, "just in time" (section 2; the bias is section 8's)."""
+    if rule.value_radius:
+        length = state.value_sum.norm(dim=-1, keepdim=True).clamp_min(1e-12)
+        values = state.value_sum / length * state.radius
+    else:
+        values = state.value_sum / state.count
+    bias = rule.count_bias * _positive(state.mass).squeeze(-1).log() if rule.count_bias else None
+    return Readout(treatment.read(state), values, bias)
+
+
+def _rows(rule: StateRule, block: Block, gated: bool) -> State:
+    """Every token of a block as a row of its own."""
+    ones = torch.ones_like(block.gates)
+    key_gate = block.gates if gated and rule.gate_keys else ones
+    value_gate = block.gates if gated and rule.gate_values else ones
+    values = value_gate * block.values
+    return State(
+        key_sum=key_gate * block.keys,
+        value_sum=values,
+        radius=values.norm(dim=-1, keepdim=True),
+        count=ones,
+        mass=key_gate,
+        position_sum=key_gate * block.positions,
+    )
+
+
+def _positive(mass: torch.Tensor) -> torch.Tensor:
+    """Gates are positive but may underflow; a row must never be divided by zero."""
+    return mass.clamp_min(torch.finfo(mass.dtype).tiny ** 0.5)
