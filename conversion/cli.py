@@ -1,0 +1,170 @@
+"""The command `retrofit`."""
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+from .convert import convert
+from .errors import RetrofitError
+from .plan import PLANNED_LENGTHS, RetrofitOptions, RetrofitPlan, cache_bytes
+from .verify import VerifyOptions, print_report, verify
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Make KVM models from models you have.")
+console = Console(stderr=True)
+DEFAULTS = RetrofitOptions()
+VERIFY = VerifyOptions()
+
+
+@app.callback()
+def main() -> None:
+    """Make KVM models from models you have."""
+
+
+@app.command("to-kvm")
+def to_kvm(
+    source: Annotated[str, typer.Argument(help="Checkpoint folder, hub id, or GGUF file.")],
+    target: Annotated[Path, typer.Argument(help="Folder to write; must not exist, or be empty.")],
+    layers: Annotated[
+        str, typer.Option(help="Layers to convert: all, every:N, or numbers and ranges like 0,3,8-11.")
+    ] = DEFAULTS.layers,
+    budget: Annotated[
+        str, typer.Option(help="Rows of the state: sqrt, fixed or saturation.")
+    ] = DEFAULTS.budget,
+    growth: Annotated[float, typer.Option(help="sqrt: rows = growth * sqrt(tokens).")] = DEFAULTS.growth,
+    state_size: Annotated[int, typer.Option(help="Rows of a fixed or saturating state.")] = DEFAULTS.state_size,
+    chunk_size: Annotated[int, typer.Option(help="Tokens per chunk.")] = DEFAULTS.chunk_size,
+    window_chunks: Annotated[
+        int, typer.Option(help="Chunks in the window; the window is chunk size times this.")
+    ] = DEFAULTS.window_chunks,
+    sinks: Annotated[int, typer.Option(help="First tokens that nothing is merged into.")] = DEFAULTS.sinks,
+    dtype: Annotated[str, typer.Option(help="auto (as the source), float32, bfloat16 or float16.")] = DEFAULTS.dtype,
+    shard_size: Annotated[float, typer.Option(help="Most gigabytes per weight file.")] = DEFAULTS.shard_size / 1e9,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")] = False,
+    push_to_hub: Annotated[str | None, typer.Option(help="Hub id to upload the result to.")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No plan, no progress bar.")] = False,
+) -> None:
+    """Turn a Llama-style checkpoint into a KVM model, without training."""
+    options = RetrofitOptions(
+        layers=layers,
+        budget=budget,
+        growth=growth,
+        state_size=state_size,
+        chunk_size=chunk_size,
+        window_chunks=window_chunks,
+        sinks=sinks,
+        dtype=dtype,
+        shard_size=int(shard_size * 1e9),
+    )
+    bar = None
+
+    def on_plan(plan: RetrofitPlan) -> None:
+        nonlocal bar
+        if dry_run or not quiet:
+            print_plan(plan, Console() if dry_run else console)
+        if not dry_run:
+            bar = tqdm(total=plan.nbytes, unit="B", unit_scale=True, desc="Writing weights", disable=quiet)
+
+    with _friendly_errors():
+        convert(
+            source,
+            target,
+            options,
+            dry_run=dry_run,
+            push_to_hub=push_to_hub,
+            command=shlex.join(["retrofit", *sys.argv[1:]]),
+            on_plan=on_plan,
+            on_bytes=lambda count: bar.update(count),
+        )
+    if bar is not None:
+        bar.close()
+    if not quiet and not dry_run:
+        console.print(f"Done: {target}")
+
+
+@app.command("verify")
+def verify_command(
+    source: Annotated[str, typer.Argument(help="The checkpoint that was converted.")],
+    target: Annotated[str, typer.Argument(help="The KVM model made from it.")],
+    text: Annotated[Path | None, typer.Option(help="Long text; default: Genesis, King James Version.")] = None,
+    tokens: Annotated[int, typer.Option(help="Tokens per piece of text.")] = VERIFY.tokens,
+    pieces: Annotated[int, typer.Option(help="Pieces of text to read.")] = VERIFY.pieces,
+    needles: Annotated[int, typer.Option(help="Passkeys per length; 0 leaves them out.")] = VERIFY.needles,
+    needle_tokens: Annotated[
+        list[int], typer.Option(help="Length of a needle prompt; may be given again.")
+    ] = list(VERIFY.needle_tokens),
+    seed: Annotated[int, typer.Option(help="Seed of the passkeys.")] = VERIFY.seed,
+    output: Annotated[Path | None, typer.Option(help="Folder for verify.json and verify.png; default: target.")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")] = False,
+) -> None:
+    """Measure a KVM model against its source: exactness, loss by position, recall, bytes."""
+    options = VerifyOptions(tokens, pieces, needles, tuple(needle_tokens), seed)
+    with _friendly_errors(), tqdm(desc="Verifying", disable=quiet) as bar:
+
+        def on_step(done: int, total: int, what: str) -> None:
+            bar.total = total
+            bar.set_description(what)
+            bar.update(done - bar.n)
+
+        report = verify(source, target, options, text=text, output=output, on_step=on_step)
+    print_report(report, Console())
+
+
+def print_plan(plan: RetrofitPlan, out: Console) -> None:
+    """What will be written, and what it saves."""
+    config, options = plan.config, plan.options
+    rows = {
+        "sqrt": f"{options.growth:g} * sqrt(tokens)",
+        "fixed": f"{options.state_size}",
+        "saturation": f"{options.state_size} * tokens / ({options.state_size} + tokens)",
+    }[options.budget]
+    out.print(f"[bold]{plan.source.label}[/bold] ({plan.source.config.model_type}) becomes a KVM model")
+    out.print(f"Layers: {len(plan.converted)} of {config.num_hidden_layers} converted: {_ranges(plan.converted)}")
+    out.print(
+        f"Window: {config.num_window_chunks} chunks of {config.chunk_size} = {config.window_size} tokens; "
+        f"state: {rows} rows, {config.num_sink_tokens} sinks"
+    )
+    new = plan.new_parameters
+    kinds = sorted({tensor.name.rsplit(".", 1)[-1] for tensor in new})
+    count = sum(tensor.nbytes // tensor.dtype.itemsize for tensor in new)
+    out.print(f"New parameters: {count} ({', '.join(kinds)}), at values that change nothing")
+    out.print(f"Weights: {plan.nbytes / 1e9:.3f} GB in {len(plan.shards)} file(s), {str(plan.dtype)[6:]}")
+    out.print(f"Kept from the source: {', '.join(path.name for path in plan.source.kept_files) or 'nothing else'}")
+    table = Table("Cache per sequence", "source", "target", "ratio")
+    for tokens in PLANNED_LENGTHS:
+        before, after = (cache_bytes(which, tokens, plan.dtype) for which in (plan.full, config))
+        table.add_row(
+            f"{tokens // 1024}k tokens", f"{before / 2**20:.1f} MiB", f"{after / 2**20:.1f} MiB", f"{after / before:.3f}"
+        )
+    out.print(table)
+
+
+def _ranges(numbers: list[int]) -> str:
+    """`[0, 1, 2, 5]` as `0-2, 5`."""
+    parts = []
+    for number in numbers:
+        if parts and parts[-1][1] == number - 1:
+            parts[-1][1] = number
+        else:
+            parts.append([number, number])
+    return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in parts)
+
+
+class _friendly_errors:
+    """A RetrofitError as one line and exit status 1; an interruption as a sentence."""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, traceback):
+        if kind is not None and issubclass(kind, RetrofitError):
+            console.print(f"[red]Error:[/red] {error}", highlight=False)
+            raise typer.Exit(1)
+        if kind is KeyboardInterrupt:
+            console.print("Interrupted. Run the same command again to go on.")
+            raise typer.Exit(130)

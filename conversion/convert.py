@@ -1,0 +1,191 @@
+"""Carrying out a plan: weights streamed into shards, then everything around them, then the folder gets its name."""
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from huggingface_hub import HfApi
+from kvm_hf import KVMForCausalLM
+from kvm_hf.modeling_kvm import AUTO_MAP
+from safetensors import SafetensorError, safe_open
+from transformers.dynamic_module_utils import custom_object_save
+
+from .card import write_card
+from .errors import RetrofitError
+from .plan import RetrofitOptions, RetrofitPlan, TargetTensor, make_plan
+from .source import SAFETENSORS_DTYPES, open_source
+
+PLAN_FILE = "retrofit-plan.json"
+DTYPE_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
+
+
+def convert(
+    source: str | Path,
+    target: str | Path,
+    options: RetrofitOptions = RetrofitOptions(),
+    *,
+    dry_run: bool = False,
+    push_to_hub: str | None = None,
+    command: str | None = None,
+    on_plan: Callable[[RetrofitPlan], None] = lambda plan: None,
+    on_bytes: Callable[[int], None] = lambda count: None,
+) -> RetrofitPlan:
+    """Turns a Llama-style checkpoint into a KVM model folder that loads with `trust_remote_code=True`.
+
+    All work happens in `TARGET.incomplete` beside the target, which takes the target's name when everything is there.
+    An interrupted run leaves that folder; the same call again keeps its finished shards.
+
+    Args:
+        source: local folder, hub id, or GGUF file.
+        target: folder that does not exist yet or is empty.
+        push_to_hub: hub id to upload the finished folder to.
+        command: what the user typed, for the model card.
+        on_plan: called with the plan before anything is written.
+        on_bytes: called with the number of bytes written, again and again.
+
+    Raises:
+        RetrofitError: before long work if the source, the options, the target, the disk or the hub login will not do.
+    """
+    target = Path(target)
+    _check_target(target)
+    api = _hub_login(push_to_hub) if push_to_hub and not dry_run else None
+    work = target.with_name(target.name + ".incomplete")
+    with open_source(source, work) as opened:
+        plan = make_plan(opened, options)
+        on_plan(plan)
+        if dry_run:
+            return plan
+        _check_space(work, plan)
+        try:
+            _write_folder(plan, work, command or _python_call(source, target, options), on_bytes)
+            if target.exists():
+                target.rmdir()
+            os.rename(work, target)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            raise RetrofitError(
+                f"The disk is full. What is finished stays in {work}; free some space and run the same command again."
+            ) from error
+    if api is not None:
+        api.create_repo(push_to_hub, exist_ok=True)
+        api.upload_folder(repo_id=push_to_hub, folder_path=target, commit_message="KVM retrofit")
+    return plan
+
+
+def _write_folder(plan: RetrofitPlan, work: Path, command: str, on_bytes) -> None:
+    fingerprint = plan.fingerprint()
+    marker = work / PLAN_FILE
+    if work.exists() and not (marker.is_file() and json.loads(marker.read_text()).get("fingerprint") == fingerprint):
+        shutil.rmtree(work)  # left by another plan
+    work.mkdir(parents=True, exist_ok=True)
+    marker.write_text(json.dumps({"fingerprint": fingerprint}))
+
+    for name, tensors in plan.shards.items():
+        if (work / name).is_file():
+            on_bytes(sum(tensor.nbytes for tensor in tensors))  # written by the run that was interrupted
+        else:
+            _write_shard(plan, work / name, tensors, on_bytes)
+
+    for path in plan.source.kept_files:
+        kept = work / path.relative_to(plan.source.folder)
+        kept.parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, kept)
+    _write_code_and_config(plan, work)
+    write_card(plan, work, command)
+    if len(plan.shards) > 1:
+        _write_index(plan, work)
+    marker.unlink()
+
+
+def _write_shard(plan: RetrofitPlan, path: Path, tensors: list[TargetTensor], on_bytes) -> None:
+    """Streams one safetensors file: its header follows from the plan, so no more than one tensor is in memory."""
+    header, offset = {"__metadata__": {"format": "pt"}}, 0
+    for tensor in tensors:
+        header[tensor.name] = {
+            "dtype": DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, offset + tensor.nbytes],
+        }
+        offset += tensor.nbytes
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)
+
+    partial = path.with_suffix(".partial")
+    with open(partial, "wb") as file:
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        for tensor in tensors:
+            data = _make_tensor(plan, tensor).contiguous().reshape(-1)
+            file.write(memoryview(data.view(torch.uint8).numpy()))
+            on_bytes(tensor.nbytes)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+
+
+def _make_tensor(plan: RetrofitPlan, tensor: TargetTensor) -> torch.Tensor:
+    origin = tensor.origin
+    if origin.name is None:
+        return torch.full(tensor.shape, origin.fill, dtype=tensor.dtype)
+    try:
+        return plan.source.read(origin.name, origin.start, origin.stop).to(tensor.dtype)
+    except SafetensorError as error:
+        raise RetrofitError(f"Tensor {origin.name!r} of the source cannot be read: {error}") from error
+
+
+def _write_index(plan: RetrofitPlan, work: Path) -> None:
+    index = {
+        "metadata": {"total_size": plan.nbytes},
+        "weight_map": {tensor.name: name for name, shard in plan.shards.items() for tensor in shard},
+    }
+    path = work / "model.safetensors.index.json"
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(index, indent=2))
+    os.replace(partial, path)
+
+
+def _write_code_and_config(plan: RetrofitPlan, work: Path) -> None:
+    config = plan.config
+    with torch.device("meta"):
+        model = KVMForCausalLM(config)
+    custom_object_save(model, work, config=config)
+    config.auto_map = dict(AUTO_MAP)
+    config.architectures = ["KVMForCausalLM"]
+    config.save_pretrained(work)
+
+
+def _check_target(target: Path) -> None:
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise RetrofitError(f"The target {target} exists and is not an empty folder. Choose another, or remove it first.")
+
+
+def _check_space(work: Path, plan: RetrofitPlan) -> None:
+    parent = work.absolute().parent
+    while not parent.exists():
+        parent = parent.parent
+    done = sum(path.stat().st_size for path in work.glob("*.safetensors")) if work.exists() else 0
+    free = shutil.disk_usage(parent).free
+    if plan.nbytes - done > free:
+        raise RetrofitError(
+            f"The target needs {(plan.nbytes - done) / 1e9:.2f} GB and {parent} has {free / 1e9:.2f} GB free."
+        )
+
+
+def _hub_login(repo: str) -> HfApi:
+    api = HfApi()
+    try:
+        api.whoami()
+    except Exception as error:  # no token, no network, a token that is not valid: the client has a class for each
+        raise RetrofitError(
+            f"Cannot push to {repo!r}: the hub does not accept this login ({error}). Run `hf auth login`, or leave "
+            "out --push-to-hub."
+        ) from error
+    return api
+
+
+def _python_call(source, target, options: RetrofitOptions) -> str:
+    return f"conversion.convert({str(source)!r}, {str(target)!r}, {options!r})"

@@ -1,0 +1,280 @@
+"""What a conversion will do and what it will cost, worked out before a single weight is read."""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from math import prod
+
+import torch
+from kvm_hf import KVMConfig, KVMForCausalLM
+from kvm_hf.state_kvm import StateRule, rows_after
+
+from .errors import RetrofitError
+from .families import Origin, family_of, kvm_fields
+from .source import Source
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
+# The values at which what we add changes nothing; all other new tensors are zero.
+NEUTRAL = {"state_temperature": 1.0, "window_temperature": 1.0, "state_norm.weight": 1.0}
+PLANNED_LENGTHS = (4096, 32768, 131072)
+
+
+@dataclass(frozen=True)
+class RetrofitOptions:
+    """The choices of a conversion; the command line has the same names.
+
+    Attributes:
+        layers: `"all"` (every layer that is full attention in the source), `"every:N"` (layers 0, N, 2N, ...), or
+            numbers and ranges such as `"0,3,8-11"`.
+        budget: `"sqrt"` (`growth * sqrt(tokens)` rows), `"fixed"` (`state_size` rows) or `"saturation"`
+            (`state_size * tokens / (state_size + tokens)` rows).
+        growth: the factor of the `sqrt` budget.
+        state_size: rows; only for `fixed` and `saturation`.
+        chunk_size, window_chunks: `C` and `n` of the window of `C * n` tokens.
+        sinks: first tokens whose rows nothing is merged into.
+        dtype: of the target's weights, or `"auto"` for the source's.
+        shard_size: most bytes per file.
+    """
+
+    layers: str = "all"
+    budget: str = "sqrt"
+    growth: float = 16.0
+    state_size: int = 256
+    chunk_size: int = 128
+    window_chunks: int = 4
+    sinks: int = 4
+    dtype: str = "auto"
+    shard_size: int = 5 * 10**9
+
+
+@dataclass(frozen=True)
+class TargetTensor:
+    """A tensor to write."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    origin: Origin
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass
+class RetrofitPlan:
+    """Everything `convert` will do.
+
+    Attributes:
+        full: config of the same model with all layers as they are in the source, for comparison.
+        converted: layers that become `kvm_attention`.
+        shards: file name to its tensors, in order.
+    """
+
+    source: Source
+    options: RetrofitOptions
+    config: KVMConfig
+    full: KVMConfig
+    converted: list[int]
+    shards: dict[str, list[TargetTensor]]
+
+    @property
+    def tensors(self) -> list[TargetTensor]:
+        return [tensor for shard in self.shards.values() for tensor in shard]
+
+    @property
+    def new_parameters(self) -> list[TargetTensor]:
+        return [tensor for tensor in self.tensors if tensor.origin.name is None]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.config.dtype
+
+    def fingerprint(self) -> str:
+        """Identifies the result: a rerun with the same plan may keep what an interrupted run has written."""
+        files = sorted({info.file for info in self.source.tensors.values()})
+        facts = {
+            "options": asdict(self.options),
+            "config": self.config.to_dict(),
+            "source": [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files],
+            "shards": {name: [tensor.name for tensor in shard] for name, shard in self.shards.items()},
+        }
+        return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def make_plan(source: Source, options: RetrofitOptions) -> RetrofitPlan:
+    """Decides everything about a conversion.
+
+    Raises:
+        RetrofitError: the source or the options cannot work, by name, before any weight is read.
+    """
+    family = family_of(source.config)
+    fields = kvm_fields(source.config)
+    fields["dtype"] = _target_dtype(source, options)
+    converted = select_layers(options.layers, fields["layer_types"])
+    full = _config(fields | {"chunk_size": 1, "num_window_chunks": 1, "num_sink_tokens": 0})
+    kinds = ["kvm_attention" if i in converted else kind for i, kind in enumerate(fields["layer_types"])]
+    if "sliding_attention" not in kinds:
+        fields["sliding_window"] = None
+    config = _config(fields | {"layer_types": kinds, "state_treatment": "positional"} | _state_fields(options))
+    tensors = _target_tensors(source, config, family)
+    return RetrofitPlan(source, options, config, full, converted, _into_shards(tensors, options.shard_size))
+
+
+def select_layers(choice: str, layer_types: list[str]) -> list[int]:
+    """The layers that `--layers` names.
+
+    Raises:
+        RetrofitError: the choice cannot be read, names a layer that is not there, or selects nothing.
+    """
+    count = len(layer_types)
+    if choice == "all":
+        selected = [i for i, kind in enumerate(layer_types) if kind == "full_attention"]
+        if not selected:
+            raise RetrofitError(
+                "No layer of the source is full attention (all have a sliding window already). Name the layers to "
+                f"convert, for example `--layers 0-{count - 1}`."
+            )
+        return selected
+    try:
+        if choice.startswith("every:"):
+            return list(range(0, count, int(choice.removeprefix("every:"))))
+        selected = set()
+        for part in choice.split(","):
+            first, _, last = part.partition("-")
+            selected |= set(range(int(first), int(last or first) + 1))
+    except ValueError as error:
+        raise RetrofitError(
+            f"`--layers {choice}` is not understood; use `all`, `every:N`, or numbers and ranges like `0,3,8-11`."
+        ) from error
+    outside = sorted(i for i in selected if not 0 <= i < count)
+    if outside or not selected:
+        raise RetrofitError(f"`--layers {choice}` names {outside or 'nothing'}; the model has layers 0 to {count - 1}.")
+    return sorted(selected)
+
+
+def cache_bytes(config: KVMConfig, tokens: int, dtype: torch.dtype) -> int:
+    """Bytes of cache per sequence after `tokens` tokens (specification, section 6.4), every tensor counted."""
+    row = 2 * config.num_key_value_heads * config.head_dim * dtype.itemsize  # a key and a value per head
+    return sum(
+        _kvm_layer_bytes(config, tokens, dtype)
+        if kind == "kvm_attention"
+        else row * (tokens if kind == "full_attention" else min(tokens, config.sliding_window - 1))
+        for kind in config.layer_types
+    )
+
+
+def _kvm_layer_bytes(config: KVMConfig, tokens: int, dtype: torch.dtype) -> int:
+    heads, dim, window = config.num_key_value_heads, config.head_dim, config.window_size
+    rows = rows_after(StateRule.from_config(config), tokens)
+    buffer = heads * (rows + window) * (2 * dim + (1 if config.count_bias else 0)) * dtype.itemsize
+    gates = heads * window * dtype.itemsize if config.gate_keys or config.gate_values else 0
+    precise = torch.promote_types(dtype, torch.float32)
+    sums = heads * rows * (2 * dim + 4) * precise.itemsize
+    return buffer + gates + sums + window * torch.long.itemsize
+
+
+def _state_fields(options: RetrofitOptions) -> dict:
+    budgets = {
+        "sqrt": {
+            "state_budget": "power_law",
+            "state_growth_factor": options.growth,
+            "state_growth_exponent": 0.5,
+            "state_size": options.chunk_size,
+        },
+        "fixed": {"state_budget": "fixed", "state_size": options.state_size},
+        "saturation": {
+            "state_budget": "saturation",
+            "state_saturation": options.state_size,
+            "state_size": options.chunk_size,
+        },
+    }
+    if options.budget not in budgets:
+        raise RetrofitError(f"`--budget {options.budget}` is not known; use one of {', '.join(budgets)}.")
+    return {
+        "chunk_size": options.chunk_size,
+        "num_window_chunks": options.window_chunks,
+        "num_sink_tokens": options.sinks,
+        **budgets[options.budget],
+    }
+
+
+def _config(fields: dict) -> KVMConfig:
+    try:
+        return KVMConfig(**fields)
+    except Exception as error:  # `strict` wraps the ValueErrors of KVMConfig in its own classes
+        raise RetrofitError(f"These settings do not make a KVM model: {error.__cause__ or error}") from error
+
+
+def _target_dtype(source: Source, options: RetrofitOptions) -> torch.dtype:
+    if options.dtype != "auto":
+        if options.dtype not in DTYPES:
+            raise RetrofitError(f"`--dtype {options.dtype}` is not known; use auto, {', '.join(DTYPES)}.")
+        return DTYPES[options.dtype]
+    dtypes = [info.dtype for info in source.tensors.values()]
+    return max(set(dtypes), key=dtypes.count)
+
+
+def _target_tensors(source: Source, config: KVMConfig, family) -> list[TargetTensor]:
+    """Every parameter of the target with its origin; every tensor of the source must be used, in full."""
+    with torch.device("meta"):
+        model = KVMForCausalLM(config)
+    tied = set(model.all_tied_weights_keys) if config.tie_word_embeddings else set()
+    tensors, used = [], {}
+    for name, parameter in model.state_dict().items():
+        if name in tied:
+            continue
+        shape = tuple(parameter.shape)
+        if _is_new(name):
+            neutral = next((value for end, value in NEUTRAL.items() if name.endswith(end)), 0.0)
+            tensors.append(TargetTensor(name, shape, config.dtype, Origin(None, fill=neutral)))
+            continue
+        origin = family.origin(name, source.config)
+        tensors.append(TargetTensor(name, shape, config.dtype, origin))
+        if origin.name is None:
+            continue
+        info = source.tensors.get(origin.name)
+        if info is None:
+            raise RetrofitError(f"The source has no tensor {origin.name!r}, which {name!r} is made from.")
+        rows = info.shape[0] if origin.start is None else origin.stop - origin.start
+        if (rows, *info.shape[1:]) != shape or (origin.stop or 0) > info.shape[0]:
+            raise RetrofitError(
+                f"Tensor {origin.name!r} of the source has shape {info.shape}, but its config asks for "
+                f"{shape} in {name!r}."
+            )
+        used[origin.name] = used.get(origin.name, 0) + rows
+    # A tied head may be stored all the same, and old checkpoints hold RoPE tables that follow from the config.
+    spare = tied | {name for name in source.tensors if name.endswith("rotary_emb.inv_freq")}
+    left = sorted(
+        name for name, info in source.tensors.items() if name not in spare and used.get(name) != info.shape[0]
+    )
+    if left:
+        raise RetrofitError(
+            f"{len(left)} tensors of the source have no place in the target, so it would be another model: "
+            f"{', '.join(left[:5])}{', ...' if len(left) > 5 else ''}."
+        )
+    return tensors
+
+
+def _is_new(name: str) -> bool:
+    """Parameters that Llama-style models do not have."""
+    return any(part in name for part in ("state_norm", "merge_gate", "state_temperature", "window_temperature"))
+
+
+def _into_shards(tensors: list[TargetTensor], shard_size: int) -> dict[str, list[TargetTensor]]:
+    if shard_size < 1:
+        raise RetrofitError(f"`--shard-size` must be positive, got {shard_size}.")
+    groups, room = [[]], shard_size
+    for tensor in tensors:
+        if groups[-1] and tensor.nbytes > room:
+            groups.append([])
+            room = shard_size
+        groups[-1].append(tensor)
+        room -= tensor.nbytes
+    if len(groups) == 1:
+        return {"model.safetensors": groups[0]}
+    return {f"model-{i:05}-of-{len(groups):05}.safetensors": group for i, group in enumerate(groups, 1)}

@@ -1,0 +1,170 @@
+"""Reading a source checkpoint: a local folder, a hub id, or a GGUF file. Tensors are read one at a time."""
+
+import json
+import shutil
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError
+from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+
+from .errors import RetrofitError
+
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", ".index.json")
+# Files about the model rather than of it, which the target writes anew.
+REPLACED_FILES = ("config.json", "README.md", ".gitattributes")
+DOWNLOAD_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "LICENSE*", "README.md"]
+SAFETENSORS_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """A tensor in a shard, as its header describes it."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass
+class Source:
+    """A checkpoint folder: config, headers of its tensors, and the files to hand on.
+
+    Attributes:
+        label: what the user called it, for the card and for messages.
+    """
+
+    folder: Path
+    label: str
+    config: PreTrainedConfig
+    tensors: dict[str, TensorInfo]
+
+    @property
+    def kept_files(self) -> list[Path]:
+        """Tokenizer, chat template, generation config, licence: everything but weights, code and config."""
+        paths = [path for path in sorted(self.folder.iterdir()) if path.is_file()]
+        templates = self.folder / "additional_chat_templates"
+        paths += sorted(templates.iterdir()) if templates.is_dir() else []
+        return [
+            path
+            for path in paths
+            if not path.name.endswith((*WEIGHT_SUFFIXES, ".py")) and path.name not in REPLACED_FILES
+        ]
+
+    def read(self, name: str, start: int | None = None, stop: int | None = None) -> torch.Tensor:
+        """One tensor, or rows of it. The file is opened for this tensor only, so that nothing else stays mapped."""
+        with safe_open(self.tensors[name].file, framework="pt") as shard:
+            if start is None:
+                return shard.get_tensor(name).clone()
+            return shard.get_slice(name)[start:stop].clone()
+
+
+@contextmanager
+def open_source(source: str | Path, workspace: Path):
+    """Yields the `Source` behind a folder, hub id or GGUF file. A GGUF file is rebuilt under `workspace` meanwhile.
+
+    Raises:
+        RetrofitError: the source is not there, has no safetensors weights, or a shard is missing or damaged.
+    """
+    path = Path(source)
+    if path.suffix == ".gguf" and path.is_file():
+        rebuilt = workspace.with_name(workspace.name + ".gguf-source")
+        shutil.rmtree(rebuilt, ignore_errors=True)
+        try:
+            yield _read_folder(gguf_to_checkpoint(path, rebuilt), path.name)
+        finally:
+            shutil.rmtree(rebuilt, ignore_errors=True)
+    elif path.is_dir():
+        yield _read_folder(path, str(source))
+    else:
+        yield _read_folder(_download(str(source)), str(source))
+
+
+def gguf_to_checkpoint(gguf: str | Path, folder: str | Path, dtype: torch.dtype = torch.float32) -> Path:
+    """Writes a GGUF file that transformers can read as an ordinary checkpoint folder, tokenizer included.
+
+    transformers loads such a file but refuses to save the model; the weights are put into a fresh model of the same
+    class, which saves.
+
+    Raises:
+        RetrofitError: transformers cannot read the file.
+    """
+    gguf, folder = Path(gguf), Path(folder)
+    try:
+        loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=dtype)
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    except Exception as error:  # whatever transformers and gguf raise for a damaged or unknown file
+        raise RetrofitError(f"transformers cannot read the GGUF file {gguf}: {error}") from error
+    settings = loaded.config.to_dict()
+    settings.pop("quantization_config", None)
+    with torch.device("meta"):
+        model = type(loaded)(type(loaded.config)(**settings))
+    model.load_state_dict(loaded.state_dict(), assign=True)
+    model.tie_weights()
+    model.generation_config = loaded.generation_config
+    model.config.dtype = dtype
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def _download(hub_id: str) -> Path:
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=DOWNLOAD_PATTERNS))
+    except HFValidationError as error:
+        raise RetrofitError(f"{hub_id!r} is neither a folder, a GGUF file nor a hub id.") from error
+    except Exception as error:  # network, authentication, missing repository: the hub client has many
+        raise RetrofitError(
+            f"{hub_id!r} is not a local folder or GGUF file, and could not be fetched from the hub: {error}"
+        ) from error
+
+
+def _read_folder(folder: Path, label: str) -> Source:
+    if not (folder / "config.json").is_file():
+        raise RetrofitError(f"{folder} has no config.json; the source must be a checkpoint folder of transformers.")
+    try:
+        config = AutoConfig.from_pretrained(folder)
+    except Exception as error:
+        raise RetrofitError(f"The config of {folder} cannot be read: {error}") from error
+    return Source(folder, label, config, _read_headers(folder))
+
+
+def _read_headers(folder: Path) -> dict[str, TensorInfo]:
+    """Every tensor's place, shape and dtype. Opening a shard checks that it is whole."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        listed = json.loads(index.read_text())["weight_map"]
+        files = sorted({folder / name for name in listed.values()})
+    else:
+        listed = None
+        files = [folder / "model.safetensors"]
+    tensors = {}
+    for file in files:
+        if not file.is_file():
+            raise RetrofitError(
+                f"{file} is missing. The source needs its weights as safetensors: complete the download, or load the "
+                "model and save it again with `save_pretrained`."
+            )
+        try:
+            with safe_open(file, framework="pt") as shard:
+                for name in shard.keys():
+                    view = shard.get_slice(name)
+                    dtype = view.get_dtype()
+                    if dtype not in SAFETENSORS_DTYPES:
+                        raise RetrofitError(f"Tensor {name} in {file} is stored as {dtype}; dequantize the model first.")
+                    tensors[name] = TensorInfo(file, tuple(view.get_shape()), SAFETENSORS_DTYPES[dtype])
+        except SafetensorError as error:
+            raise RetrofitError(f"{file} is damaged or cut short ({error}). Fetch it again.") from error
+    absent = sorted(set(listed or ()) - set(tensors))
+    if absent:
+        raise RetrofitError(f"The index of {folder} lists tensors that no shard holds: {', '.join(absent[:5])}.")
+    return tensors

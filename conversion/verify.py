@@ -1,0 +1,370 @@
+"""How much of its source a retrofit keeps: exactness within the window, loss by position, recall, bytes.
+
+Every number is measured in the run that reports it. Two kinds of baseline are run on the source itself: attention
+sinks with a sliding window of the target's window (the StreamingLLM pattern, arXiv 2309.17453), and the same with
+windows as long as the target's cache allows, counted in rows attended to and in bytes held.
+"""
+
+import json
+import random
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import transformers
+from kvm_hf import KVMConfig
+from kvm_hf.modeling_kvm import CACHE_NAME
+from kvm_hf.state_kvm import StateRule, rows_after
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
+
+from .errors import RetrofitError
+from .families import kvm_fields
+from .plan import PLANNED_LENGTHS, cache_bytes
+from .source import open_source
+
+TEXT = Path(__file__).parent / "data" / "genesis.txt"
+NEEDLE = "\n\nThe pass key is {key}. Remember it. {key} is the pass key.\n\n"
+QUESTION = "\n\nWhat is the pass key? The pass key is"
+FULL, WINDOW, ROWS, BYTES, TARGET = (
+    "full attention",
+    "sinks + window",
+    "sinks + window, same rows",
+    "sinks + window, same bytes",
+    "KVM",
+)
+
+
+@dataclass(frozen=True)
+class VerifyOptions:
+    """What to measure.
+
+    Attributes:
+        tokens: length of a piece of text.
+        pieces: pieces of text, one after the other.
+        needles: passkeys per length, at depths spread evenly over what has left the window.
+        needle_tokens: prompt lengths for the passkeys.
+        seed: of the passkeys.
+        dtype: of both models; exactness is only meaningful in float32 and wider.
+        device: `"auto"` is a GPU if there is one.
+    """
+
+    tokens: int = 3072
+    pieces: int = 1
+    needles: int = 10
+    needle_tokens: tuple[int, ...] = (1800, 3000)
+    seed: int = 0
+    dtype: str = "float32"
+    device: str = "auto"
+
+
+@torch.no_grad()
+def verify(
+    source: str | Path,
+    target: str | Path,
+    options: VerifyOptions = VerifyOptions(),
+    *,
+    text: Path | None = None,
+    output: Path | None = None,
+    on_step: Callable[[int, int, str], None] = lambda done, total, what: None,
+) -> dict:
+    """Measures `target` against the `source` it was made from; writes `verify.json` and `verify.png`.
+
+    Args:
+        text: a long text file; the default is Genesis in the King James Version.
+        output: folder for the two files; the default is the target.
+        on_step: called before each of the measurements with their number.
+
+    Raises:
+        RetrofitError: the two models do not belong together, or the text is too short.
+    """
+    start = time.time()
+    config = _target_config(target)
+    output = Path(output if output is not None else target)
+    output.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as scratch, open_source(source, Path(scratch) / "source") as opened:
+        if kvm_fields(opened.config)["num_hidden_layers"] != config.num_hidden_layers:
+            raise RetrofitError(f"{target} was not made from {source}: their layers differ.")
+        tokenizer = AutoTokenizer.from_pretrained(opened.folder)
+        pieces, filler = _tokens(tokenizer, text or TEXT, options, config)
+        device = options.device if options.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
+        load = {"dtype": getattr(torch, options.dtype), "device_map": device}
+        full = AutoModelForCausalLM.from_pretrained(opened.folder, attn_implementation="sdpa", **load).eval()
+        kvm = AutoModelForCausalLM.from_pretrained(target, trust_remote_code=True, **load).eval()
+
+    converted = [i for i, kind in enumerate(config.layer_types) if kind == "kvm_attention"]
+    windows = _windows(config, options.tokens, full.dtype)
+    runs = {FULL: (full, nullcontext), TARGET: (kvm, nullcontext)}
+    for name, size in windows.items():
+        runs[name] = (full, lambda size=size: windowed(full, converted, size, config.num_sink_tokens))
+    runs = {name: runs[name] for name in (FULL, WINDOW, ROWS, BYTES, TARGET)}
+
+    asked = (FULL, WINDOW, TARGET)
+    total = 1 + len(runs) * len(pieces) + len(asked) * len(options.needle_tokens) * options.needles
+    done = 0
+
+    def step(what):
+        nonlocal done
+        on_step(done, total, what)
+        done += 1
+
+    step("Window exactness")
+    exactness = _window_exactness(full, kvm, pieces[0][:, : config.window_size])
+
+    edges = _block_edges(config.window_size, options.tokens)
+    losses, held = {}, {}
+    for name, (model, context) in runs.items():
+        rows = []
+        for piece in pieces:
+            step(f"Loss: {name}")
+            with context():
+                row, held[name] = _token_losses(model, piece)
+            rows.append(row)
+        losses[name] = torch.cat(rows)
+    blocks = {
+        name: [row[:, max(first, 1) - 1 : last - 1].mean().item() for first, last in zip(edges, edges[1:])]
+        for name, row in losses.items()
+    }
+    beyond = {name: row[:, 2 * config.window_size - 1 :].mean().item() for name, row in losses.items()}
+    gap = beyond[WINDOW] - beyond[FULL]
+
+    needles = {}
+    for length in options.needle_tokens if options.needles else ():
+        prompts = _needle_prompts(tokenizer, filler, length, config.window_size, options)
+        needles[length] = {"depths": [depth for depth, _, _ in prompts]}
+        for name in asked:
+            model, context = runs[name]
+            hits = []
+            for _, key, ids in prompts:
+                step(f"Passkeys, {length} tokens: {name}")
+                with context():
+                    hits.append(_recalls(model, tokenizer, ids, key))
+            needles[length][name] = hits
+
+    report = {
+        "source": str(source),
+        "target": str(target),
+        "text": str(text) if text else "Genesis, King James Version (bundled)",
+        "options": asdict(options),
+        "state": {"layers": converted, "window": config.window_size, "rows": _rows_at(config, options.tokens)},
+        "window_exactness": exactness,
+        "windows": windows,
+        "loss": {
+            "blocks": list(zip(edges, edges[1:])),
+            "by_block": blocks,
+            "from_token": 2 * config.window_size,
+            "beyond": beyond,
+            "gap": gap,
+            "gap_closed": {name: (beyond[WINDOW] - value) / gap if gap else None for name, value in beyond.items()},
+        },
+        "needles": needles,
+        "cache_bytes": {
+            "measured": {"tokens": options.tokens, FULL: held[FULL], TARGET: held[TARGET]},
+            "by_formula": {
+                str(tokens): {
+                    FULL: cache_bytes(KVMConfig(**_full_fields(opened.config)), tokens, full.dtype),
+                    TARGET: cache_bytes(config, tokens, full.dtype),
+                }
+                for tokens in PLANNED_LENGTHS
+            },
+        },
+        "versions": {"transformers": transformers.__version__, "torch": torch.__version__},
+        "seconds": round(time.time() - start, 1),
+    }
+    (output / "verify.json").write_text(json.dumps(report, indent=2) + "\n")
+    plot(report, output / "verify.png")
+    return report
+
+
+def print_report(report: dict, out: Console) -> None:
+    """The report as tables."""
+    window = report["state"]["window"]
+    out.print(
+        f"Largest logit difference within the first {window} tokens: [bold]{report['window_exactness']:.1e}[/bold]"
+    )
+    loss = report["loss"]
+    table = Table("Mean loss at tokens", *(f"{first}-{last}" for first, last in loss["blocks"]), "gap closed")
+    for name, values in loss["by_block"].items():
+        closed = loss["gap_closed"][name]
+        label = f"{name} ({report['windows'][name]})" if name in report["windows"] else name
+        table.add_row(label, *(f"{value:.3f}" for value in values), "-" if closed is None else f"{100 * closed:.0f} %")
+    out.print(table)
+    out.print(
+        f"Gap closed: from token {loss['from_token']} on, of {loss['gap']:.3f} between the window and full attention.",
+        highlight=False,
+    )
+    if report["needles"]:
+        names = [name for name in next(iter(report["needles"].values())) if name != "depths"]
+        table = Table("Passkeys recalled", *names)
+        for length, hits in report["needles"].items():
+            table.add_row(f"{length} tokens", *(f"{sum(hits[name])} of {len(hits[name])}" for name in names))
+        out.print(table)
+    held = report["cache_bytes"]
+    table = Table("Cache per sequence", FULL, TARGET, "ratio")
+    rows = {f"{held['measured']['tokens']} tokens (measured)": held["measured"]} | {
+        f"{int(tokens) // 1024}k tokens (formula)": row for tokens, row in held["by_formula"].items()
+    }
+    for label, row in rows.items():
+        before, after = row[FULL], row[TARGET]
+        table.add_row(label, f"{before / 2**20:.1f} MiB", f"{after / 2**20:.1f} MiB", f"{after / before:.2f}")
+    out.print(table)
+
+
+def plot(report: dict, path: Path) -> None:
+    """Loss over position, recall over depth, cache over context, as one picture."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    colors = {FULL: "black", WINDOW: "tab:red", ROWS: "tab:orange", BYTES: "tab:olive", TARGET: "tab:blue"}
+    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(15, 4.2), layout="constrained")
+    centres = [f"{first}-{last}" for first, last in report["loss"]["blocks"]]
+    base = report["loss"]["by_block"][FULL]
+    for name, values in report["loss"]["by_block"].items():
+        left.plot(centres, [v - b for v, b in zip(values, base)], marker="o", color=colors[name], label=name)
+    left.set(title="Loss above full attention", xlabel="tokens", ylabel="nats per token")
+    left.legend()
+
+    for length, hits in report["needles"].items():
+        for name in (WINDOW, TARGET):
+            share = sum(hits[name]) / len(hits[name])
+            bar = middle.bar(f"{length}\n{name}", share, color=colors[name])
+            middle.bar_label(bar, [f"{sum(hits[name])}/{len(hits[name])}"])
+    middle.set(title="Passkeys recalled beyond the window", ylim=(0, 1.1), ylabel="share")
+
+    formula = report["cache_bytes"]["by_formula"]
+    for name in (FULL, TARGET):
+        right.loglog([int(t) for t in formula], [row[name] / 2**20 for row in formula.values()], marker="o",
+                     color=colors[name], label=name)
+    right.set(title="Cache per sequence", xlabel="tokens", ylabel="MiB")
+    right.legend()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+@contextmanager
+def windowed(model: PreTrainedModel, layers: list[int], size: int, sinks: int):
+    """Within the context, `layers` of a Llama-style model see `sinks` first tokens and the last `size`, and no more."""
+
+    def hide(module, args, kwargs):
+        hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        cache, length = kwargs.get(CACHE_NAME), hidden.shape[1]
+        past = 0 if cache is None else cache.get_seq_length(module.layer_idx)
+        query = torch.arange(past, past + length, device=hidden.device)[:, None]
+        key = torch.arange(past + length, device=hidden.device)[None]
+        visible = (key <= query) & ((query - key < size) | (key < sinks))
+        return args, kwargs | {"attention_mask": visible[None, None]}
+
+    hooks = [
+        model.base_model.layers[layer].self_attn.register_forward_pre_hook(hide, with_kwargs=True) for layer in layers
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _target_config(target) -> KVMConfig:
+    try:
+        config = AutoConfig.from_pretrained(target)
+    except Exception as error:
+        raise RetrofitError(f"{target} is not a model folder: {error}") from error
+    if config.model_type != "kvm":
+        raise RetrofitError(f"{target} is a {config.model_type} model, not a KVM model. Make one with `retrofit to-kvm`.")
+    return config
+
+
+def _full_fields(config) -> dict:
+    return kvm_fields(config) | {"chunk_size": 1, "num_window_chunks": 1, "num_sink_tokens": 0}
+
+
+def _tokens(tokenizer, text: Path, options: VerifyOptions, config: KVMConfig):
+    """Pieces of the text to read, `[1, tokens]` each, and what to hide passkeys in."""
+    ids = torch.tensor(tokenizer(Path(text).read_text(encoding="utf-8")).input_ids)
+    need = max(options.tokens * options.pieces, *options.needle_tokens)
+    if len(ids) < need:
+        raise RetrofitError(f"{text} has {len(ids)} tokens; {need} are needed. Use a longer text or fewer tokens.")
+    if options.tokens <= 2 * config.window_size:
+        raise RetrofitError(
+            f"`--tokens {options.tokens}` does not reach beyond twice the window of {config.window_size}; use more."
+        )
+    spread = (len(ids) - options.tokens) // max(options.pieces - 1, 1)
+    return [ids[None, i * spread : i * spread + options.tokens] for i in range(options.pieces)], ids
+
+
+def _windows(config: KVMConfig, tokens: int, dtype: torch.dtype) -> dict[str, int]:
+    """Window lengths of the baselines: the target's own, and what its rows and its bytes would pay for."""
+    row = 2 * config.num_key_value_heads * config.head_dim * dtype.itemsize
+    kvm_only = KVMConfig(**{**config.to_dict(), "layer_types": ["kvm_attention"], "num_hidden_layers": 1,
+                            "no_rope_layers": None})
+    held = cache_bytes(kvm_only, tokens, dtype)
+    return {
+        WINDOW: config.window_size,
+        ROWS: config.window_size + _rows_at(config, tokens) - config.num_sink_tokens,
+        BYTES: held // row - config.num_sink_tokens,
+    }
+
+
+def _rows_at(config: KVMConfig, tokens: int) -> int:
+    return rows_after(StateRule.from_config(config), tokens)
+
+
+def _block_edges(window: int, tokens: int) -> list[int]:
+    """0, L, 2L, 4L, ... up to the end."""
+    edges = [0, window]
+    while 2 * edges[-1] < tokens:
+        edges.append(2 * edges[-1])
+    return [*edges, tokens]
+
+
+def _window_exactness(full, kvm, ids) -> float:
+    ids = ids.to(full.device)
+    return (full(ids).logits - kvm(ids).logits).abs().max().item()
+
+
+def _token_losses(model, ids) -> tuple[torch.Tensor, int]:
+    """Loss of each token after the first, `[1, T - 1]`, and the bytes of cache held at the end."""
+    ids = ids.to(model.device)
+    outputs = model.base_model(ids, use_cache=True)
+    head, parts = model.get_output_embeddings(), []
+    for hidden, labels in zip(outputs.last_hidden_state[:, :-1].split(512, 1), ids[:, 1:].split(512, 1)):
+        parts.append(torch.nn.functional.cross_entropy(head(hidden).transpose(1, 2), labels, reduction="none"))
+    return torch.cat(parts, dim=1).float().cpu(), _held_bytes(getattr(outputs, CACHE_NAME))
+
+
+def _held_bytes(cache: DynamicCache) -> int:
+    if hasattr(cache, "nbytes"):
+        return cache.nbytes
+    return sum(part.numel() * part.element_size() for layer in cache.layers for part in (layer.keys, layer.values))
+
+
+def _needle_prompts(tokenizer, filler, length, window, options: VerifyOptions):
+    """`(depth, key, ids)` per passkey: text of `length` tokens in all, the key where every window has lost it."""
+    rng = random.Random(f"{options.seed}-{length}")
+    question = tokenizer(QUESTION, add_special_tokens=False, return_tensors="pt").input_ids[0]
+    prompts = []
+    for index in range(options.needles):
+        key = str(rng.randrange(10000, 100000))
+        needle = tokenizer(NEEDLE.format(key=key), add_special_tokens=False, return_tensors="pt").input_ids[0]
+        room = length - len(needle) - len(question)
+        start = rng.randrange(max(1, len(filler) - room))
+        last = length - window - len(needle)
+        if last < 0:
+            raise RetrofitError(f"`--needle-tokens {length}` leaves nothing beyond the window of {window}; use more.")
+        depth = round(last * index / max(options.needles - 1, 1))
+        text = filler[start : start + room]
+        prompts.append((depth, key, torch.cat([text[:depth], needle, text[depth:], question])[None]))
+    return prompts
+
+
+def _recalls(model, tokenizer, ids, key: str) -> bool:
+    ids = ids.to(model.device)
+    new = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=len(key) + 3, do_sample=False)
+    return tokenizer.decode(new[0, ids.shape[1] :]).strip().startswith(key)
