@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from .convert import convert
 from .errors import RetrofitError
+from .execute import convert
 from .plan import PLANNED_LENGTHS, RetrofitOptions, RetrofitPlan, cache_bytes
 from .verify import VerifyOptions, print_report, verify
 
@@ -33,9 +33,7 @@ def to_kvm(
     layers: Annotated[
         str, typer.Option(help="Layers to convert: all, every:N, or numbers and ranges like 0,3,8-11.")
     ] = DEFAULTS.layers,
-    budget: Annotated[
-        str, typer.Option(help="Rows of the state: sqrt, fixed or saturation.")
-    ] = DEFAULTS.budget,
+    budget: Annotated[str, typer.Option(help="Rows of the state: sqrt, fixed or saturation.")] = DEFAULTS.budget,
     growth: Annotated[float, typer.Option(help="sqrt: rows = growth * sqrt(tokens).")] = DEFAULTS.growth,
     state_size: Annotated[int, typer.Option(help="Rows of a fixed or saturating state.")] = DEFAULTS.state_size,
     chunk_size: Annotated[int, typer.Option(help="Tokens per chunk.")] = DEFAULTS.chunk_size,
@@ -95,9 +93,9 @@ def verify_command(
     tokens: Annotated[int, typer.Option(help="Tokens per piece of text.")] = VERIFY.tokens,
     pieces: Annotated[int, typer.Option(help="Pieces of text to read.")] = VERIFY.pieces,
     needles: Annotated[int, typer.Option(help="Passkeys per length; 0 leaves them out.")] = VERIFY.needles,
-    needle_tokens: Annotated[
-        list[int], typer.Option(help="Length of a needle prompt; may be given again.")
-    ] = list(VERIFY.needle_tokens),
+    needle_tokens: Annotated[list[int], typer.Option(help="Length of a needle prompt; may be given again.")] = list(
+        VERIFY.needle_tokens
+    ),
     seed: Annotated[int, typer.Option(help="Seed of the passkeys.")] = VERIFY.seed,
     output: Annotated[Path | None, typer.Option(help="Folder for verify.json and verify.png; default: target.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")] = False,
@@ -139,7 +137,10 @@ def print_plan(plan: RetrofitPlan, out: Console) -> None:
     for tokens in PLANNED_LENGTHS:
         before, after = (cache_bytes(which, tokens, plan.dtype) for which in (plan.full, config))
         table.add_row(
-            f"{tokens // 1024}k tokens", f"{before / 2**20:.1f} MiB", f"{after / 2**20:.1f} MiB", f"{after / before:.3f}"
+            f"{tokens // 1024}k tokens",
+            f"{before / 2**20:.1f} MiB",
+            f"{after / 2**20:.1f} MiB",
+            f"{after / before:.3f}",
         )
     out.print(table)
 

@@ -198,7 +198,9 @@ def family_of(config: PreTrainedConfig) -> Family:
     if any(isinstance(value, dict) for value in config.rope_parameters.values()):
         lacking.append("RoPE parameters that differ between layers")
     if lacking:
-        raise RetrofitError(f"This {config.model_type} model cannot be converted exactly. Missing: {'; '.join(lacking)}.")
+        raise RetrofitError(
+            f"This {config.model_type} model cannot be converted exactly. Missing: {'; '.join(lacking)}."
+        )
     return family
 
 

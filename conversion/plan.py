@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from math import prod
 
 import torch
+
 from kvm_hf import KVMConfig, KVMForCausalLM
 from kvm_hf.state_kvm import StateRule, rows_after
 

@@ -160,7 +160,9 @@ def _read_headers(folder: Path) -> dict[str, TensorInfo]:
                     view = shard.get_slice(name)
                     dtype = view.get_dtype()
                     if dtype not in SAFETENSORS_DTYPES:
-                        raise RetrofitError(f"Tensor {name} in {file} is stored as {dtype}; dequantize the model first.")
+                        raise RetrofitError(
+                            f"Tensor {name} in {file} is stored as {dtype}; dequantize the model first."
+                        )
                     tensors[name] = TensorInfo(file, tuple(view.get_shape()), SAFETENSORS_DTYPES[dtype])
         except SafetensorError as error:
             raise RetrofitError(f"{file} is damaged or cut short ({error}). Fetch it again.") from error

@@ -16,12 +16,13 @@ from pathlib import Path
 
 import torch
 import transformers
-from kvm_hf import KVMConfig
-from kvm_hf.modeling_kvm import CACHE_NAME
-from kvm_hf.state_kvm import StateRule, rows_after
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
+
+from kvm_hf import KVMConfig
+from kvm_hf.modeling_kvm import CACHE_NAME
+from kvm_hf.state_kvm import StateRule, rows_after
 
 from .errors import RetrofitError
 from .families import kvm_fields
@@ -240,8 +241,13 @@ def plot(report: dict, path: Path) -> None:
 
     formula = report["cache_bytes"]["by_formula"]
     for name in (FULL, TARGET):
-        right.loglog([int(t) for t in formula], [row[name] / 2**20 for row in formula.values()], marker="o",
-                     color=colors[name], label=name)
+        right.loglog(
+            [int(t) for t in formula],
+            [row[name] / 2**20 for row in formula.values()],
+            marker="o",
+            color=colors[name],
+            label=name,
+        )
     right.set(title="Cache per sequence", xlabel="tokens", ylabel="MiB")
     right.legend()
     figure.savefig(path, dpi=120)
@@ -277,7 +283,9 @@ def _target_config(target) -> KVMConfig:
     except Exception as error:
         raise RetrofitError(f"{target} is not a model folder: {error}") from error
     if config.model_type != "kvm":
-        raise RetrofitError(f"{target} is a {config.model_type} model, not a KVM model. Make one with `retrofit to-kvm`.")
+        raise RetrofitError(
+            f"{target} is a {config.model_type} model, not a KVM model. Make one with `retrofit to-kvm`."
+        )
     return config
 
 
@@ -302,8 +310,9 @@ def _tokens(tokenizer, text: Path, options: VerifyOptions, config: KVMConfig):
 def _windows(config: KVMConfig, tokens: int, dtype: torch.dtype) -> dict[str, int]:
     """Window lengths of the baselines: the target's own, and what its rows and its bytes would pay for."""
     row = 2 * config.num_key_value_heads * config.head_dim * dtype.itemsize
-    kvm_only = KVMConfig(**{**config.to_dict(), "layer_types": ["kvm_attention"], "num_hidden_layers": 1,
-                            "no_rope_layers": None})
+    kvm_only = KVMConfig(
+        **{**config.to_dict(), "layer_types": ["kvm_attention"], "num_hidden_layers": 1, "no_rope_layers": None}
+    )
     held = cache_bytes(kvm_only, tokens, dtype)
     return {
         WINDOW: config.window_size,

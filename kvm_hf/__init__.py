@@ -2,6 +2,7 @@
 
 from transformers import (
     AutoConfig,
+    AutoModel,
     AutoModelForCausalLM,
     AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
@@ -19,6 +20,7 @@ from .modeling_kvm import (
 )
 
 AutoConfig.register("kvm", KVMConfig, exist_ok=True)
+AutoModel.register(KVMConfig, KVMModel, exist_ok=True)
 AutoModelForCausalLM.register(KVMConfig, KVMForCausalLM, exist_ok=True)
 AutoModelForSequenceClassification.register(KVMConfig, KVMForSequenceClassification, exist_ok=True)
 AutoModelForTokenClassification.register(KVMConfig, KVMForTokenClassification, exist_ok=True)

@@ -35,8 +35,8 @@ def eager_attention(module, query, key, value, attention_mask, scaling, dropout=
 
 
 def takes_mask(implementation: str) -> bool:
-    """Whether the kernel takes an additive mask per head. Flash attention takes none; flex attention's, as
-    transformers calls it, is one for all heads."""
+    """Whether the kernel takes an additive mask per head. Flash attention takes none, and flex attention, as
+    transformers calls it, none that differs between heads."""
     return "flash" not in implementation and "flex" not in implementation
 
 
@@ -82,14 +82,21 @@ def attend(
     return output
 
 
-def _mask(module, query, key, bias, implementation) -> torch.Tensor | None:
-    """The additive (or, without a bias, boolean) mask that this kernel needs to be causal at the lower right."""
+def _mask(module, query, key, bias, implementation):
+    """What this kernel needs to be causal at the lower right: nothing, a `BlockMask` (flex attention), a boolean
+    mask, or (with a bias, and for eager attention) an additive one."""
     length, total = query.shape[2], key.shape[2]
     # One query sees everything. Square calls are causal by themselves in sdpa, and flash attention aligns to the
     # lower right by itself.
     by_itself = length == 1 or "flash" in implementation or (implementation == "sdpa" and length == total)
     if by_itself and bias is None:
         return None
+    if "flex" in implementation:
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        return create_block_mask(
+            lambda batch, head, row, column: column <= row + (total - length), None, None, length, total, query.device
+        )
 
     mask = None
     if length > 1:
@@ -101,4 +108,4 @@ def _mask(module, query, key, bias, implementation) -> torch.Tensor | None:
     if bias is not None:
         bias = repeat_heads(bias, module.num_key_value_groups)[:, :, None]
         mask = bias if mask is None else mask + bias
-    return mask if "flex" not in implementation else mask.expand(query.shape[0], -1, -1, -1)
+    return mask

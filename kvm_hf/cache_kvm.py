@@ -207,7 +207,9 @@ class KVMLayer(CacheLayerMixin):
         def lay_out(state_part, buffer):
             """State, the window less the chunk that left it, room for the chunk that opens."""
             kept = buffer[:, :, rows + chunk :]
-            return torch.cat([state_part.to(buffer.dtype), kept, torch.zeros_like(buffer[:, :, rows : rows + chunk])], 2)
+            return torch.cat(
+                [state_part.to(buffer.dtype), kept, torch.zeros_like(buffer[:, :, rows : rows + chunk])], 2
+            )
 
         self.keys = lay_out(keys, self.keys)
         self.values = lay_out(read.values, self.values)
@@ -265,9 +267,7 @@ class KVMCache(DynamicCache):
         return sum(
             tensor.numel() * tensor.element_size()
             for layer in self.layers
-            for tensor in (
-                layer.tensors().values() if hasattr(layer, "tensors") else (layer.keys, layer.values)
-            )
+            for tensor in (layer.tensors().values() if hasattr(layer, "tensors") else (layer.keys, layer.values))
             if tensor is not None
         )
 

@@ -130,6 +130,8 @@ class KVMConfig(PreTrainedConfig):
             _at_least(self, name, 1)
         _at_least(self, "num_key_value_heads", 1)
         _at_least(self, "head_dim", 1)
+        _at_least(self, "chunk_size", 1)
+        _at_least(self, "num_window_chunks", 1)
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"`num_attention_heads` ({self.num_attention_heads}) must be a multiple of `num_key_value_heads` "
@@ -162,14 +164,13 @@ class KVMConfig(PreTrainedConfig):
             raise ValueError(
                 f"`layer_types` has {len(self.layer_types)} entries for `num_hidden_layers` {self.num_hidden_layers}."
             )
-        if "sliding_attention" in self.layer_types and (self.sliding_window is None or self.sliding_window < 1):
+        if "sliding_attention" in self.layer_types and (self.sliding_window is None or self.sliding_window < 2):
             raise ValueError(
-                f"`sliding_attention` layers need `sliding_window` of 1 or more, got {self.sliding_window}."
+                f"`sliding_attention` layers need `sliding_window` of 2 or more (transformers' cache cannot hold a "
+                f"window of 1), got {self.sliding_window}."
             )
 
     def validate_window(self):
-        _at_least(self, "chunk_size", 1)
-        _at_least(self, "num_window_chunks", 1)
         if "kvm_attention" in self.layer_types and self.window_size > self.max_position_embeddings:
             raise ValueError(
                 f"The window of `chunk_size` {self.chunk_size} times `num_window_chunks` {self.num_window_chunks} = "

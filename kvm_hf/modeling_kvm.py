@@ -12,7 +12,8 @@ from functools import partial
 
 import torch
 from torch import nn
-from transformers import AutoModel, initialization as init
+from transformers import AutoModel
+from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
@@ -98,9 +99,7 @@ class KVMRotaryEmbedding(nn.Module):
         return apply_rotary(keys, cos, sin)
 
 
-def apply_rotary(
-    hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, scale: float = 1.0
-) -> torch.Tensor:
+def apply_rotary(hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
     """Rotates pairs `(i, i + r/2)` of the first `r` channels, and multiplies these channels by `scale`."""
     channels = cos.shape[-1]
     cos, sin = cos.to(hidden.dtype), sin.to(hidden.dtype)
@@ -323,6 +322,8 @@ class KVMModel(KVMPreTrainedModel):
         cache = self._resolve_cache(cache, past_key_values, use_cache)
         past = 0 if cache is None else cache.get_seq_length()
         batch, length = inputs_embeds.shape[:2]
+        if length == 0:
+            raise ValueError("The input is empty: give at least one token.")
 
         _refuse_unsupported(attention_mask, position_ids, (batch, past + length), kwargs)
         if position_ids is None:
@@ -448,20 +449,27 @@ class KVMForCausalLM(KVMPreTrainedModel, GenerationMixin):
         )
 
 
-class KVMForSequenceClassification(GenericForSequenceClassification, KVMPreTrainedModel):
+class _KnowsItsBase:
+    """Lets transformers' generic heads, which build their base model through `AutoModel`, find it for whatever class
+    the config has: loading remote code may import the config's module twice."""
+
+    def __init__(self, config):
+        AutoModel.register(type(config), KVMModel, exist_ok=True)
+        super().__init__(config)
+
+
+class KVMForSequenceClassification(_KnowsItsBase, GenericForSequenceClassification, KVMPreTrainedModel):
     """KVM model that classifies a sequence by its last token."""
 
 
-class KVMForTokenClassification(GenericForTokenClassification, KVMPreTrainedModel):
+class KVMForTokenClassification(_KnowsItsBase, GenericForTokenClassification, KVMPreTrainedModel):
     """KVM model that classifies every token."""
 
 
-class KVMForQuestionAnswering(GenericForQuestionAnswering, KVMPreTrainedModel):
+class KVMForQuestionAnswering(_KnowsItsBase, GenericForQuestionAnswering, KVMPreTrainedModel):
     """KVM model that marks the span of an answer."""
 
 
-# The generic heads build their base model through `AutoModel`, in remote code too.
-AutoModel.register(KVMConfig, KVMModel, exist_ok=True)
 for _auto_class, _path in AUTO_MAP.items():
     if _auto_class != "AutoConfig":
         globals()[_path.split(".")[1]].register_for_auto_class(_auto_class)

@@ -193,7 +193,7 @@ def absorb(rule: StateRule, treatment: KeyTreatment, state: State, block: Block,
     if n_append > 0:
         with torch.no_grad():
             familiarity = treatment.similarity(block.keys, state.key_sum).amax(dim=-1)  # [B, G, C]
-            order = familiarity.sort(dim=-1, stable=True).indices
+            order = _lowest_first(familiarity, n_append)
             novel, rest = order[..., :n_append].sort().values, order[..., n_append:].sort().values
         founded = _rows(rule, block.select(novel), gated=rule.gate_appends)
         state = State(*(torch.cat(pair, dim=2) for pair in zip(state, founded)))
@@ -203,7 +203,7 @@ def absorb(rule: StateRule, treatment: KeyTreatment, state: State, block: Block,
         joining = _rows(rule, block, gated=True)
         with torch.no_grad():
             similarity = treatment.similarity(joining.key_sum, state.key_sum)[..., rule.num_sink_tokens :]
-            target = similarity.argmax(dim=-1, keepdim=True) + rule.num_sink_tokens  # [B, G, c, 1], lowest row on a tie
+            target = _first_highest(similarity) + rule.num_sink_tokens  # [B, G, c, 1]
         state = State(
             *(
                 total if name == "radius" else total.scatter_add(2, target.expand_as(part), part)
@@ -238,6 +238,29 @@ def _rows(rule: StateRule, block: Block, gated: bool) -> State:
         mass=key_gate,
         position_sum=key_gate * block.positions,
     )
+
+
+def _first_highest(similarity: torch.Tensor) -> torch.Tensor:
+    """Index `[..., 1]` of the highest of `[..., M]`, the lowest index on a tie.
+
+    A token that occurs twice has the same key in the first layer, so exact ties are common; rounding must not decide
+    them, or the result would depend on how a sequence was split over calls. Hence the tolerance.
+    """
+    highest = similarity.amax(dim=-1, keepdim=True)
+    return (similarity >= highest - _rounding(similarity)).to(torch.uint8).argmax(dim=-1, keepdim=True)
+
+
+def _lowest_first(values: torch.Tensor, count: int) -> torch.Tensor:
+    """Indices of `[..., C]` with the `count` lowest values in front; among ties for the last place the first ones."""
+    last = values.kthvalue(count, dim=-1, keepdim=True).values
+    tolerance = _rounding(values)
+    rank = (values >= last - tolerance).to(torch.uint8) + (values > last + tolerance).to(torch.uint8)
+    return rank.sort(dim=-1, stable=True).indices
+
+
+def _rounding(values: torch.Tensor) -> torch.Tensor:
+    """Differences in the last dimension that rounding may have made."""
+    return 64 * torch.finfo(values.dtype).eps * values.abs().amax(dim=-1, keepdim=True)
 
 
 def _positive(mass: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import golden_llama_cases, load_golden_llama, run_in_pieces
+from small_models import golden_llama_cases, load_golden_llama, run_in_pieces
 
 from kvm_hf import KVMCache
 from kvm_hf.state_kvm import State

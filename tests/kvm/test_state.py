@@ -4,8 +4,8 @@ import json
 
 import pytest
 import torch
-from conftest import DATA
 from safetensors.torch import load_file
+from small_models import DATA
 
 from kvm_hf.attention_kvm import attend
 from kvm_hf.cache_kvm import KVMLayer, KVMStep

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import HfApi
+from safetensors import SafetensorError
+from transformers.dynamic_module_utils import custom_object_save
+
 from kvm_hf import KVMForCausalLM
 from kvm_hf.modeling_kvm import AUTO_MAP
-from safetensors import SafetensorError, safe_open
-from transformers.dynamic_module_utils import custom_object_save
 
 from .card import write_card
 from .errors import RetrofitError
@@ -160,7 +161,9 @@ def _write_code_and_config(plan: RetrofitPlan, work: Path) -> None:
 
 def _check_target(target: Path) -> None:
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise RetrofitError(f"The target {target} exists and is not an empty folder. Choose another, or remove it first.")
+        raise RetrofitError(
+            f"The target {target} exists and is not an empty folder. Choose another, or remove it first."
+        )
 
 
 def _check_space(work: Path, plan: RetrofitPlan) -> None:

@@ -1,0 +1,231 @@
+"""The cache: who makes it, what it holds, what it refuses, and that its parts are really used."""
+
+import copy
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from small_models import SMALL, generate, make_model, random_ids, run_in_pieces
+from transformers import DynamicCache
+
+import kvm_hf
+from conversion.plan import cache_bytes
+from kvm_hf import KVMCache, KVMConfig
+from kvm_hf.modeling_kvm import CACHE_NAME
+
+C, L = 4, 8
+HALF = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+MIXED = dict(
+    num_hidden_layers=3, layer_types=["sliding_attention", "kvm_attention", "full_attention"], sliding_window=5
+)
+
+
+def test_plain_calls_make_a_kvm_cache_by_themselves():
+    model = make_model()
+    with torch.no_grad():
+        cache = getattr(model(random_ids(model, 3)), CACHE_NAME)
+    assert isinstance(cache, KVMCache)
+    generated = generate(model, random_ids(model, 20), 3, return_dict_in_generate=True)
+    assert [layer._layer_type for layer in getattr(generated, CACHE_NAME).layers] == ["kvm_attention"] * 2
+
+
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+@pytest.mark.parametrize("depth", ["model", "base model"])
+def test_both_names_of_the_cache_are_taken_everywhere(name, depth):
+    """A cache under the other name must not vanish in `**kwargs`: every decode step would see one token."""
+    model = make_model()
+    ids = random_ids(model, 3 * L)
+    called = model if depth == "model" else model.model
+    cache = KVMCache(model.config)
+    with torch.no_grad():
+        whole = called(ids, use_cache=False)[0]
+        called(ids[:, :-1], **{name: cache})
+        step = called(ids[:, -1:], **{name: cache})
+    assert cache.get_seq_length() == 3 * L
+    assert (whole[:, -1:] - step[0]).abs().max() <= 1e-9
+    assert step.past_key_values is cache
+
+
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_generate_takes_both_names_of_the_cache(name):
+    if name == "cache" and CACHE_NAME != "cache":
+        pytest.skip("this transformers knows `past_key_values` only")
+    model = make_model()
+    ids = random_ids(model, 3 * L)
+    cache = KVMCache(model.config)
+    assert torch.equal(generate(model, ids, 5, **{name: cache}), generate(model, ids, 5))
+    assert cache.get_seq_length() == ids.shape[1] + 4
+
+
+def test_two_different_caches_under_the_two_names_are_refused():
+    model = make_model()
+    with pytest.raises(ValueError, match="two names for one thing"):
+        model(random_ids(model, 3), cache=KVMCache(model.config), past_key_values=KVMCache(model.config))
+
+
+def test_every_layer_sees_the_same_past_length_during_one_forward():
+    model = make_model(num_hidden_layers=3)
+    seen = []
+    for layer in model.model.layers:
+        layer.register_forward_pre_hook(
+            lambda module, args, kwargs: seen.append(kwargs["position_ids"].tolist()), with_kwargs=True
+        )
+    cache = KVMCache(model.config)
+    run_in_pieces(model, random_ids(model, 9), [6, 3], cache)
+    assert seen == [[[0, 1, 2, 3, 4, 5]]] * 3 + [[[6, 7, 8]]] * 3
+
+
+@pytest.mark.parametrize("fields", [{}, dict(rope_parameters=HALF), MIXED, dict(state_budget="fixed", state_size=6)])
+@pytest.mark.parametrize("length", [1, C, L, L + 1, 3 * L + 1, 9 * L + 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bytes_held_are_those_of_the_formula_however_the_tokens_came(fields, length, dtype):
+    model = make_model(dtype=dtype, **fields)
+    ids = random_ids(model, length, batch=2)
+    held = []
+    for sizes in ([length], [1], [3]):
+        cache = KVMCache(model.config)
+        run_in_pieces(model, ids, sizes, cache)
+        held.append(cache.nbytes)
+    assert held == [2 * cache_bytes(model.config, length, dtype)] * 3
+
+
+def test_a_decode_step_writes_one_token_and_allocates_nothing():
+    """Between chunk borders the buffers stay where they are; a new one comes only with a new chunk."""
+    model = make_model(rope_parameters=HALF)
+    cache = KVMCache(model.config)
+    ids = random_ids(model, 6 * L)
+    run_in_pieces(model, ids[:, : 3 * L + 1], [3 * L + 1], cache)
+    layer, moved = cache.layers[0], []
+    for position in range(3 * L + 1, 6 * L):
+        held = {name: tensor.data_ptr() for name, tensor in layer.tensors().items()}
+        before = {name: tensor.clone() for name, tensor in layer.tensors().items()}
+        run_in_pieces(model, ids[:, position : position + 1], [1], cache)
+        if position % C:
+            assert {name: tensor.data_ptr() for name, tensor in layer.tensors().items()} == held
+            changed = (before["keys"] != layer.keys).any(dim=(0, 1, 3)).nonzero().flatten().tolist()
+            assert len(changed) == 1
+            assert all(torch.equal(before[name], tensor) for name, tensor in layer.tensors().items() if "state" in name)
+        else:
+            moved.append(position)
+    assert moved == list(range(4 * L - C, 6 * L, C))
+
+
+def test_the_state_is_float32_or_wider_beside_low_precision_keys():
+    model = make_model(dtype=torch.bfloat16)
+    cache = KVMCache(model.config)
+    run_in_pieces(model, random_ids(model, 5 * L), [7], cache)
+    layer = cache.layers[0]
+    assert layer.keys.dtype == torch.bfloat16
+    assert {part.dtype for part in layer.state} == {torch.float32}
+
+
+@pytest.mark.parametrize("sizes", [[1], [C + 1]])
+def test_the_state_is_read_in_decode_and_in_steps_of_many_tokens(sizes):
+    """Planted: a cache whose state is wiped must give other logits, or nothing here would notice a forgotten state."""
+    model = make_model()
+    ids = random_ids(model, 4 * L)
+    whole, wiped = KVMCache(model.config), KVMCache(model.config)
+    for cache in (whole, wiped):
+        run_in_pieces(model, ids[:, : 3 * L + 1], [3 * L + 1], cache)
+    for layer in wiped.layers:
+        layer.values[:, :, : layer.state.rows] = 0
+    rest = ids[:, 3 * L + 1 : 3 * L + 1 + sizes[0]]
+    difference = run_in_pieces(model, rest, sizes, whole) - run_in_pieces(model, rest, sizes, wiped)
+    assert difference.abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("fields", [{}, MIXED], ids=["kvm", "mixed"])
+def test_rows_can_be_reordered_repeated_and_selected(fields):
+    model = make_model(**fields)
+    ids, rest = random_ids(model, 3 * L + 2, batch=3), random_ids(model, 6, batch=1, seed=1)
+    order = torch.tensor([2, 0, 0])
+
+    def continued(change, rows):
+        cache = KVMCache(model.config)
+        run_in_pieces(model, ids, [3 * L + 2], cache)
+        change(cache)
+        return run_in_pieces(model, rest.expand(rows, -1), [1], cache)
+
+    alone = [
+        run_in_pieces(model, torch.cat([ids[i : i + 1], rest], 1), [100], KVMCache(model.config))[:, 3 * L + 2 :]
+        for i in range(3)
+    ]
+    for change, rows in (
+        (lambda cache: cache.reorder_cache(order), [2, 0, 0]),
+        (lambda cache: cache.batch_select_indices(order), [2, 0, 0]),
+        (lambda cache: cache.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2]),
+    ):
+        expected = torch.cat([alone[i] for i in rows])
+        assert (continued(change, len(rows)) - expected).abs().max() <= 1e-9
+
+
+def test_a_reset_cache_starts_a_new_sequence():
+    model = make_model()
+    cache = KVMCache(model.config)
+    run_in_pieces(model, random_ids(model, 4 * L, batch=2), [9], cache)
+    cache.reset()
+    ids = random_ids(model, 4 * L, seed=3)
+    fresh = run_in_pieces(model, ids, [9], KVMCache(model.config))
+    assert torch.equal(run_in_pieces(model, ids, [9], cache), fresh)
+
+
+def test_a_copied_prompt_is_continued_without_being_changed():
+    model = make_model()
+    prompt = KVMCache(model.config)
+    ids = random_ids(model, 4 * L)
+    run_in_pieces(model, ids[:, : 3 * L + 1], [3 * L + 1], prompt)
+    copies = [copy.deepcopy(prompt), copy.deepcopy(prompt)]
+    first, second = (run_in_pieces(model, ids[:, 3 * L + 1 :], [1], cache) for cache in copies)
+    assert torch.equal(first, second)
+    assert prompt.get_seq_length() == 3 * L + 1
+    assert torch.equal(run_in_pieces(model, ids[:, 3 * L + 1 :], [1], prompt), first)
+
+
+def test_a_prompt_read_in_inference_mode_is_continued_outside_of_it():
+    model = make_model()
+    ids = random_ids(model, 4 * L)
+    cache = KVMCache(model.config)
+    with torch.inference_mode():
+        model(ids[:, : 3 * L + 1], past_key_values=cache)
+    logits = run_in_pieces(model, ids[:, 3 * L + 1 :], [1], cache)
+    with torch.no_grad():
+        assert (logits - model(ids, use_cache=False).logits[:, 3 * L + 1 :]).abs().max() <= 1e-9
+
+
+def test_a_cache_that_does_not_fit_is_refused():
+    model = make_model()
+    ids = random_ids(model, 3)
+    cache = KVMCache(model.config)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        with pytest.raises(ValueError, match="holds 1 sequences, the input has 2"):
+            model(ids.expand(2, -1), past_key_values=cache)
+        with pytest.raises(ValueError, match="another model"):
+            make_model(num_window_chunks=3)(ids, past_key_values=cache)
+        with pytest.raises(ValueError, match="another model"):
+            make_model(num_key_value_heads=1)(ids, past_key_values=cache)
+        with pytest.raises(ValueError, match="dtype"):
+            make_model(dtype=torch.float32)(ids, past_key_values=cache)
+        for other in (
+            DynamicCache(),
+            DynamicCache(config=KVMConfig(**{**SMALL, "num_hidden_layers": 3})),
+            KVMCache(KVMConfig(**{**SMALL, "layer_types": ["kvm_attention", "full_attention"]})),
+        ):
+            with pytest.raises(ValueError, match="not made for this model's layers"):
+                model(ids, past_key_values=other)
+    assert cache.get_seq_length() == 3  # nothing was lost
+
+
+def test_dropping_tokens_is_refused_in_a_sentence():
+    model = make_model()
+    cache = KVMCache(model.config)
+    run_in_pieces(model, random_ids(model, 3 * L), [3 * L], cache)
+    with pytest.raises(ValueError, match="cannot drop 2 tokens"):
+        cache.crop(-2)
+
+
+def test_no_helper_that_transformers_has_removed_is_used():
+    removed = "seen_tokens|get_usable_length|key_cache|value_cache|from_legacy_cache|cache_position|get_max_cache_shape"
+    for path in Path(kvm_hf.__file__).parent.glob("*.py"):
+        assert not re.findall(rf"\b({removed})\b", path.read_text()), path.name

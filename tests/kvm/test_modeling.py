@@ -1,0 +1,239 @@
+"""The model around the attention: Llama's function within the window, training, heads, saving, neutral values."""
+
+import pytest
+import torch
+from small_models import SMALL, make_model, random_ids
+from transformers import AutoModel, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from kvm_hf import (
+    KVMConfig,
+    KVMForCausalLM,
+    KVMForQuestionAnswering,
+    KVMForSequenceClassification,
+    KVMForTokenClassification,
+    KVMModel,
+)
+
+L = 8
+HALF = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+# transformers' Llama computes its norms in float32 even in a float64 model; ours does not.
+FLOAT32_NORMS = 1e-6
+ROPES = [
+    {"rope_type": "default", "rope_theta": 10000.0},
+    {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0},
+    {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64},
+    {
+        "rope_type": "llama3",
+        "rope_theta": 10000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+]
+
+
+def llama_and_kvm(rope, dtype=torch.float64, **fields):
+    """A random Llama and a KVM model with its weights; everything of ours at its neutral value."""
+    torch.manual_seed(0)
+    shared = {name: SMALL[name] for name in SMALL if name in LlamaConfig().to_dict()} | {"rope_parameters": dict(rope)}
+    llama = LlamaForCausalLM(LlamaConfig(**shared)).to(dtype).eval()
+    for parameter in llama.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    kvm = KVMForCausalLM(KVMConfig(**{**SMALL, "rope_parameters": dict(rope), **fields})).to(dtype).eval()
+    loaded = kvm.load_state_dict(llama.state_dict(), strict=False)
+    assert not loaded.unexpected_keys
+    return llama, kvm
+
+
+@pytest.mark.parametrize("rope", ROPES, ids=lambda rope: rope["rope_type"])
+def test_the_first_window_equals_llama_and_later_tokens_do_not(rope):
+    llama, kvm = llama_and_kvm(rope)
+    ids = random_ids(kvm, 4 * L)
+    with torch.no_grad():
+        difference = (llama(ids).logits - kvm(ids).logits).abs().amax(dim=(0, 2))
+    assert difference[:L].max() <= FLOAT32_NORMS
+    assert difference[L:].max() > 1e-3
+
+
+@pytest.mark.parametrize("rope", ROPES, ids=lambda rope: rope["rope_type"])
+def test_a_state_with_room_for_every_token_equals_llama_throughout(rope):
+    """Each token keeps a row of its own, whose key is turned back and forth: nothing may be lost, whatever the RoPE."""
+    llama, kvm = llama_and_kvm(rope, state_size=1000)
+    ids = random_ids(kvm, 6 * L + 3)
+    with torch.no_grad():
+        assert (llama(ids).logits - kvm(ids).logits).abs().max() <= FLOAT32_NORMS
+
+
+@pytest.mark.parametrize("fields", [dict(rope_parameters=HALF), dict(gate_keys=True, gate_values=True)])
+def test_gradients_reach_every_parameter(fields):
+    model = make_model(**fields).train()
+    ids = random_ids(model, 7 * L)
+    model(ids, labels=ids).loss.backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None and parameter.grad.abs().max() > 0, name
+
+
+@pytest.mark.parametrize("fields", [{}, dict(rope_parameters=HALF)])
+def test_gradients_of_merged_tokens_are_those_of_finite_differences(fields):
+    """A fixed state of four rows: tokens 4.. are merged, and reach later losses through the sums alone."""
+    model = make_model(state_budget="fixed", state_size=4, **fields)
+    embeds = model.model.embed_tokens(random_ids(model, 4 * L)).detach()
+
+    def last_logit(inputs):
+        return model(inputs_embeds=inputs).logits[0, -1, 0]
+
+    inputs = embeds.clone().requires_grad_()
+    last_logit(inputs).backward()
+    for token, channel in [(5, 0), (9, 3), (14, 7)]:
+        step = torch.zeros_like(embeds)
+        step[0, token, channel] = 1e-6
+        with torch.no_grad():
+            slope = (last_logit(embeds + step) - last_logit(embeds - step)) / 2e-6
+        assert abs(slope - inputs.grad[0, token, channel]) <= 1e-6 * max(1.0, abs(slope))
+
+
+def test_the_training_forward_equals_the_eval_forward():
+    model = make_model()
+    ids = random_ids(model, 5 * L)
+    with torch.no_grad():
+        evaluated = model(ids).logits
+    assert torch.equal(model.train()(ids).logits.detach(), evaluated)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing_gives_the_same_gradients_and_leaves_use_cache_alone(reentrant):
+    model = make_model().train()
+    ids = random_ids(model, 5 * L)
+
+    def gradients():
+        model.zero_grad()
+        model(ids, labels=ids).loss.backward()
+        return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+    plain = gradients()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    checkpointed = gradients()
+    assert all(torch.allclose(plain[name], checkpointed[name], atol=1e-12) for name in plain)
+    assert model.config.use_cache is True
+
+
+def test_a_checkpoint_without_our_parameters_gets_their_neutral_values(tmp_path):
+    fields = dict(rope_parameters=HALF, use_qk_norm=False)
+    model = make_model(dtype=torch.float32, **fields)
+    ours = ("state_norm", "merge_gate", "temperature")
+    state = {name: tensor for name, tensor in model.state_dict().items() if not any(part in name for part in ours)}
+    model.save_pretrained(tmp_path, state_dict=dict(state))
+    loaded = KVMForCausalLM.from_pretrained(tmp_path)
+    for name, parameter in loaded.named_parameters():
+        if any(part in name for part in ours):
+            neutral = 0.0 if "merge_gate" in name or name.endswith("bias") else 1.0
+            assert parameter.eq(neutral).all(), name
+        else:
+            assert torch.equal(parameter, state[name])
+
+
+@pytest.mark.parametrize("load", [{}, {"device_map": "auto"}, {"dtype": torch.bfloat16}], ids=str)
+@pytest.mark.parametrize("rope", ROPES, ids=lambda rope: rope["rope_type"])
+def test_every_buffer_survives_loading(tmp_path, load, rope):
+    """Buffers are not in the file; loading goes through the meta device."""
+    model = make_model(dtype=torch.float32, rope_parameters=rope)
+    model.save_pretrained(tmp_path)
+    buffers = dict(AutoModelForCausalLM.from_pretrained(tmp_path, **load).named_buffers())
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffers[name].to(buffer.dtype), buffer), name
+    assert buffers
+
+
+def test_labels_give_the_loss_of_shifted_tokens():
+    model = make_model()
+    ids = random_ids(model, 5 * L)
+    output = model(ids, labels=ids)
+    expected = torch.nn.functional.cross_entropy(output.logits[0, :-1], ids[0, 1:])
+    assert torch.allclose(output.loss.double(), expected, rtol=1e-6)  # transformers takes the loss in float32
+
+
+def test_logits_to_keep_and_embeddings_as_input():
+    model = make_model()
+    ids = random_ids(model, 5 * L)
+    with torch.no_grad():
+        whole = model(ids).logits
+        assert (model(ids, logits_to_keep=3).logits - whole[:, -3:]).abs().max() <= 1e-12
+        embedded = model(inputs_embeds=model.get_input_embeddings()(ids)).logits
+    assert torch.equal(embedded, whole)
+
+
+def test_hidden_states_are_returned_when_asked_for():
+    model = make_model()
+    with torch.no_grad():
+        states = model(random_ids(model, 3 * L), output_hidden_states=True).hidden_states
+    assert [tuple(state.shape) for state in states] == [(1, 3 * L, 24)] * 3
+
+
+@pytest.mark.parametrize(
+    ("head", "logits"),
+    [
+        (KVMForSequenceClassification, (1, 3)),
+        (KVMForTokenClassification, (1, 20, 3)),
+        (KVMForQuestionAnswering, (1, 20)),
+    ],
+)
+def test_generic_heads_run_and_come_back_from_disk(tmp_path, head, logits):
+    model = head(KVMConfig(**{**SMALL, "num_labels": 3, "pad_token_id": 0})).eval()
+    ids = random_ids(model, 20) % 60 + 1
+    with torch.no_grad():
+        output = model(ids)
+    assert tuple(output[0].shape) == logits
+    model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        assert torch.equal(head.from_pretrained(tmp_path)(ids)[0], output[0])
+
+
+def test_auto_classes_know_the_model():
+    config = KVMConfig(**SMALL)
+    assert type(AutoModel.from_config(config)) is KVMModel
+    assert type(AutoModelForCausalLM.from_config(config)) is KVMForCausalLM
+
+
+@pytest.mark.parametrize(
+    ("inputs", "words"),
+    [
+        (dict(attention_mask=torch.tensor([[0, 1, 1, 1]])), "Padded batches"),
+        (dict(attention_mask=torch.tensor([[1, 1, 0, 1]])), "Padded batches"),
+        (dict(attention_mask=torch.ones(1, 1, 4, 4)), "2D"),
+        (dict(attention_mask=torch.ones(1, 3)), "expected"),
+        (dict(position_ids=torch.tensor([[0, 1, 0, 1]])), "Packed"),
+        (dict(cu_seq_lens_q=torch.tensor([0, 2, 4])), "Packed"),
+        (dict(output_attentions=True), "output_attentions"),
+        (dict(inputs_embeds=torch.zeros(1, 4, 24)), "exactly one"),
+    ],
+    ids=str,
+)
+def test_what_is_not_supported_is_refused_in_a_sentence(inputs, words):
+    model = make_model()
+    with pytest.raises(ValueError, match=words):
+        model(random_ids(model, 4), **inputs)
+
+
+def test_an_empty_input_is_refused():
+    model = make_model()
+    with pytest.raises(ValueError, match="empty"):
+        model(torch.zeros(1, 0, dtype=torch.long))
+
+
+def test_temperatures_of_zero_do_not_divide_by_zero():
+    model = make_model()
+    with torch.no_grad():
+        model.model.layers[0].self_attn.window_temperature.zero_()
+        model.model.layers[1].self_attn.state_temperature.zero_()
+        assert model(random_ids(model, 5 * L)).logits.isfinite().all()
+
+
+def test_tied_embeddings_stay_tied_after_resizing_and_saving(tmp_path):
+    model = make_model(dtype=torch.float32, tie_word_embeddings=True)
+    model.tie_weights()
+    model.resize_token_embeddings(64)
+    model.save_pretrained(tmp_path)
+    loaded = KVMForCausalLM.from_pretrained(tmp_path)
+    assert loaded.lm_head.weight.data_ptr() == loaded.model.embed_tokens.weight.data_ptr()
+    assert loaded.lm_head.weight.shape[0] == 64

@@ -1,0 +1,167 @@
+"""One sequence, any split over calls: the same logits, tokens and state (specification, section 6.1)."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_models import generate, make_model, random_ids, run_in_pieces
+from transformers import DynamicCache
+
+from kvm_hf import KVMCache
+
+C, L = 4, 8  # of the small models
+
+
+@st.composite
+def configs(draw):
+    """Random KVM settings that the config accepts, over all layer types, budgets, gates and both treatments."""
+    chunk = draw(st.sampled_from([1, 2, 3, 4, 5]))
+    heads = draw(st.sampled_from([1, 2, 4]))
+    positional = draw(st.booleans())
+    gated = draw(st.booleans())
+    kinds = st.sampled_from(["kvm_attention", "full_attention", "sliding_attention"])
+    return dict(
+        chunk_size=chunk,
+        num_window_chunks=draw(st.integers(1, 3)),
+        num_sink_tokens=draw(st.integers(0, chunk - 1)),
+        state_budget=draw(st.sampled_from(["fixed", "power_law", "saturation"])),
+        state_size=draw(st.integers(chunk, 9)),
+        state_growth_factor=draw(st.floats(0.5, 4.0)),
+        state_growth_exponent=draw(st.floats(0.2, 1.0)),
+        state_saturation=draw(st.integers(1, 30)),
+        state_round_to=draw(st.integers(1, 4)),
+        state_max_size=draw(st.none() | st.integers(chunk, 20)),
+        gate_keys=gated,
+        gate_values=gated if positional else draw(st.booleans()),
+        gate_appends=draw(st.booleans()),
+        gate_initial_state=draw(st.booleans()),
+        value_radius=draw(st.booleans()),
+        region_temperatures=draw(st.booleans()),
+        state_treatment="positional" if positional else "normalized",
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": draw(st.sampled_from([0.5, 1.0])) if positional else 0.5,
+        },
+        count_bias=draw(st.sampled_from([0.0, 1.0, 0.5])),
+        num_key_value_heads=heads,
+        use_qk_norm=draw(st.booleans()),
+        attention_bias=draw(st.booleans()),
+        no_rope_layers=draw(st.none() | st.lists(st.integers(0, 1), min_size=3, max_size=3)),
+        num_hidden_layers=3,
+        layer_types=["kvm_attention", draw(kinds), draw(kinds)],
+        sliding_window=draw(st.integers(2, 7)),
+    )
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    fields=configs(),
+    length=st.integers(1, 70),
+    sizes=st.lists(st.integers(1, 20), min_size=1, max_size=12),
+    batch=st.integers(1, 2),
+    seed=st.integers(0, 5),
+)
+def test_any_split_gives_the_logits_of_one_call(fields, length, sizes, batch, seed):
+    model = make_model(seed, **fields)
+    ids = random_ids(model, length, batch, seed)
+    with torch.no_grad():
+        whole = model(ids, use_cache=False).logits
+    pieces = run_in_pieces(model, ids, sizes, KVMCache(model.config))
+    # float64: 1e-9 leaves room for another order of additions, not for another decision
+    assert (whole - pieces).abs().max() <= 1e-9 * max(1.0, whole.abs().max().item())
+
+
+@pytest.mark.parametrize("length", [1, C - 1, C, C + 1, L - 1, L, L + 1, 2 * L - 1, 2 * L, 2 * L + 1, 5 * L + 3])
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 8, C - 1, C, C + 1])
+@pytest.mark.parametrize("partial_rotary_factor", [0.5, 1.0])
+def test_lengths_around_chunk_and_window_in_pieces_of_every_size(length, size, partial_rotary_factor):
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": partial_rotary_factor}
+    model = make_model(rope_parameters=rope)
+    ids = random_ids(model, length)
+    with torch.no_grad():
+        whole = model(ids, use_cache=False).logits
+    assert (whole - run_in_pieces(model, ids, [size], KVMCache(model.config))).abs().max() <= 1e-9
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, None)])
+def test_splits_agree_in_lower_precision(dtype, tolerance):
+    """In bfloat16 decisions may flip, so the measure is the model's own noise: its distance from float64."""
+    exact = make_model()
+    ids = random_ids(exact, 6 * L + 3)
+    model = make_model(dtype=dtype)
+    with torch.no_grad():
+        reference = exact(ids).logits
+        whole = model(ids, use_cache=False).logits.double()
+    pieces = run_in_pieces(model, ids, [1], KVMCache(model.config)).double()
+    if tolerance is None:
+        noise = (whole - reference).abs().mean()
+        assert 0 < (pieces - whole).abs().mean() <= 2 * noise
+    else:
+        assert (whole - pieces).abs().max() <= tolerance
+
+
+@pytest.mark.parametrize("changed", [0, C, L, 2 * L + 1, 4 * L + 1])
+@pytest.mark.parametrize("sizes", [[10**6], [5], [1]])
+def test_a_token_changes_nothing_before_it(changed, sizes):
+    model = make_model()
+    ids = random_ids(model, 4 * L + 3)
+    other = ids.clone()
+    other[0, changed] = (other[0, changed] + 1) % model.config.vocab_size
+    before = run_in_pieces(model, ids, sizes, KVMCache(model.config))
+    after = run_in_pieces(model, other, sizes, KVMCache(model.config))
+    assert torch.equal(before[:, :changed], after[:, :changed])
+    assert not torch.equal(before[:, changed:], after[:, changed:])
+
+
+def greedy_without_cache(model, ids, count):
+    with torch.no_grad():
+        for _ in range(count):
+            ids = torch.cat([ids, model(ids, use_cache=False).logits[:, -1:].argmax(-1)], dim=1)
+    return ids
+
+
+MIXED = dict(
+    num_hidden_layers=3, layer_types=["kvm_attention", "sliding_attention", "full_attention"], sliding_window=5
+)
+
+
+@pytest.mark.parametrize("fields", [{}, MIXED], ids=["kvm", "mixed"])
+@pytest.mark.parametrize("length", [1, C, L - 1, L, 3 * L + 5])
+def test_generate_equals_recomputing_everything_for_every_token(length, fields):
+    model = make_model(**fields)
+    ids = random_ids(model, length, batch=2)
+    assert torch.equal(generate(model, ids, 2 * L + 1), greedy_without_cache(model, ids, 2 * L + 1))
+
+
+@pytest.mark.parametrize("fields", [{}, MIXED], ids=["kvm", "mixed"])
+@pytest.mark.parametrize("prefill_chunk_size", [1, 3, C, L, 30])
+def test_prefill_in_chunks_gives_the_same_tokens(prefill_chunk_size, fields):
+    model = make_model(**fields)
+    ids = random_ids(model, 3 * L + 5)
+    whole = generate(model, ids, 12)
+    assert torch.equal(generate(model, ids, 12, prefill_chunk_size=prefill_chunk_size), whole)
+
+
+@pytest.mark.parametrize("length", [3, 3 * L + 2])
+@pytest.mark.parametrize("only_new", [False, True], ids=["all ids", "only the new ids"])
+@pytest.mark.parametrize("make_cache", [KVMCache, lambda config: DynamicCache(config=config)], ids=["KVM", "Dynamic"])
+def test_a_second_chat_turn_continues_the_first(length, only_new, make_cache):
+    model = make_model()
+    cache = make_cache(model.config)
+    first = generate(model, random_ids(model, length), 7, past_key_values=cache)
+    second = torch.cat([first, random_ids(model, 9, seed=1)], dim=1)
+    expected = greedy_without_cache(model, second, 6)
+    seen = cache.get_seq_length()
+    if only_new:
+        new = model.generate(
+            second[:, seen:],
+            attention_mask=torch.ones_like(second),
+            past_key_values=cache,
+            max_new_tokens=6,
+            do_sample=False,
+            pad_token_id=0,
+        )
+        assert torch.equal(new[:, second.shape[1] - seen :], expected[:, second.shape[1] :])
+    else:
+        assert torch.equal(generate(model, second, 6, past_key_values=cache), expected)

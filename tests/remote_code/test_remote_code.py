@@ -1,0 +1,125 @@
+"""A saved folder lives alone: fresh processes that cannot import our packages load it, use it, and save it again."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from small_models import generate, make_model, random_ids
+
+from kvm_hf import KVMForSequenceClassification
+
+# Hides our packages from the process, however they are installed.
+PREAMBLE = """
+import sys
+
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("kvm_hf", "maglev_hf", "conversion"):
+            raise ModuleNotFoundError(f"{name} is hidden from this process", name=name)
+
+sys.meta_path.insert(0, Hidden())
+import json, torch
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+"""
+
+
+def in_fresh_process(script: str, modules_cache, **environment) -> dict:
+    """Runs `script` with an empty cache of remote modules; returns what it prints last, as JSON."""
+    result = subprocess.run(
+        [sys.executable, "-c", PREAMBLE + textwrap.dedent(script)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "HF_MODULES_CACHE": str(modules_cache), "HF_HUB_OFFLINE": "1", **environment},
+        cwd=modules_cache,
+    )
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout.strip().splitlines()[-1])
+
+
+@pytest.fixture
+def saved(tmp_path):
+    model = make_model(
+        dtype=torch.float32,
+        num_hidden_layers=3,
+        layer_types=["kvm_attention", "sliding_attention", "full_attention"],
+        sliding_window=5,
+    )
+    model.save_pretrained(tmp_path / "model")
+    ids = random_ids(model, 30)
+    (tmp_path / "cache").mkdir()
+    return tmp_path, ids, generate(model, ids, 20).tolist()
+
+
+def test_a_folder_loads_generates_saves_and_loads_again_without_our_packages(saved):
+    folder, ids, expected = saved
+    script = """
+    model = AutoModelForCausalLM.from_pretrained({source!r}, trust_remote_code=True)
+    ids = torch.tensor({ids})
+    new = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False, pad_token_id=0)
+    model.save_pretrained({again!r})
+    print(json.dumps({{"tokens": new.tolist(), "class": type(model).__module__}}))
+    """
+    for source, again, cache in (("model", "again", "cache"), ("again", "third", "cache2")):
+        (folder / cache).mkdir(exist_ok=True)
+        result = in_fresh_process(
+            script.format(source=str(folder / source), again=str(folder / again), ids=ids.tolist()), folder / cache
+        )
+        assert result["tokens"] == expected
+        assert result["class"].startswith("transformers_modules")
+
+
+def test_the_folder_serves_every_auto_class_that_its_config_names(saved):
+    folder, ids, _ = saved
+    result = in_fresh_process(
+        f"""
+        folder = {str(folder / "model")!r}
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+        base = AutoModel.from_pretrained(folder, trust_remote_code=True)
+        head = AutoModelForSequenceClassification.from_pretrained(folder, trust_remote_code=True)
+        ids = torch.tensor({ids.tolist()})
+        print(json.dumps([type(config).__name__, type(base).__name__, type(head).__name__,
+                          list(head(ids).logits.shape), sorted(config.auto_map)]))
+        """,
+        folder / "cache",
+    )
+    assert result[:4] == ["KVMConfig", "KVMModel", "KVMForSequenceClassification", [1, 2]]
+    assert len(result[4]) == 6
+
+
+def test_a_saved_head_carries_its_code(tmp_path):
+    config = make_model().config
+    config.pad_token_id = 0
+    KVMForSequenceClassification(config).save_pretrained(tmp_path / "head")
+    (tmp_path / "cache").mkdir()
+    names = {path.name for path in (tmp_path / "head").glob("*.py")}
+    assert names == {"configuration_kvm.py", "modeling_kvm.py", "attention_kvm.py", "cache_kvm.py", "state_kvm.py"}
+    loaded = in_fresh_process(
+        f"""
+        model = AutoModelForSequenceClassification.from_pretrained({str(tmp_path / "head")!r}, trust_remote_code=True)
+        print(json.dumps(type(model).__name__))
+        """,
+        tmp_path / "cache",
+    )
+    assert loaded == "KVMForSequenceClassification"
+
+
+def test_training_through_remote_code_reaches_the_causal_lm_api(saved):
+    """PEFT's CAUSAL_LM task and `generate` both need GenerationMixin among the bases."""
+    folder, ids, _ = saved
+    result = in_fresh_process(
+        f"""
+        from transformers import GenerationMixin
+        model = AutoModelForCausalLM.from_pretrained({str(folder / "model")!r}, trust_remote_code=True).train()
+        ids = torch.tensor({ids.tolist()})
+        loss = model(ids, labels=ids).loss
+        loss.backward()
+        print(json.dumps([isinstance(model, GenerationMixin), hasattr(model, "prepare_inputs_for_generation"),
+                          bool(loss.isfinite())]))
+        """,
+        folder / "cache",
+    )
+    assert result == [True, True, True]
