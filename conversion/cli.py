@@ -93,15 +93,17 @@ def verify_command(
     tokens: Annotated[int, typer.Option(help="Tokens per piece of text.")] = VERIFY.tokens,
     pieces: Annotated[int, typer.Option(help="Pieces of text to read.")] = VERIFY.pieces,
     needles: Annotated[int, typer.Option(help="Passkeys per length; 0 leaves them out.")] = VERIFY.needles,
-    needle_tokens: Annotated[list[int], typer.Option(help="Length of a needle prompt; may be given again.")] = list(
-        VERIFY.needle_tokens
-    ),
+    needle_tokens: Annotated[
+        list[int] | None, typer.Option(help="Length of a needle prompt; may be given again. Default: 1800 and 3000.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the passkeys.")] = VERIFY.seed,
+    dtype: Annotated[str, typer.Option(help="Precision of both models.")] = VERIFY.dtype,
+    device: Annotated[str, typer.Option(help="auto (a GPU if there is one), cpu, cuda, ...")] = VERIFY.device,
     output: Annotated[Path | None, typer.Option(help="Folder for verify.json and verify.png; default: target.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")] = False,
 ) -> None:
     """Measure a KVM model against its source: exactness, loss by position, recall, bytes."""
-    options = VerifyOptions(tokens, pieces, needles, tuple(needle_tokens), seed)
+    options = VerifyOptions(tokens, pieces, needles, tuple(needle_tokens or VERIFY.needle_tokens), seed, dtype, device)
     with _friendly_errors(), tqdm(desc="Verifying", disable=quiet) as bar:
 
         def on_step(done: int, total: int, what: str) -> None:

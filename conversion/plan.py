@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from math import prod
 
 import torch
+from transformers import PreTrainedConfig
 
 from kvm_hf import KVMConfig, KVMForCausalLM
 from kvm_hf.state_kvm import StateRule, rows_after
@@ -117,13 +118,14 @@ def make_plan(source: Source, options: RetrofitOptions) -> RetrofitPlan:
     fields = kvm_fields(source.config)
     fields["dtype"] = _target_dtype(source, options)
     converted = select_layers(options.layers, fields["layer_types"])
-    full = _config(fields | {"chunk_size": 1, "num_window_chunks": 1, "num_sink_tokens": 0})
     kinds = ["kvm_attention" if i in converted else kind for i, kind in enumerate(fields["layer_types"])]
     if "sliding_attention" not in kinds:
         fields["sliding_window"] = None
     config = _config(fields | {"layer_types": kinds, "state_treatment": "positional"} | _state_fields(options))
     tensors = _target_tensors(source, config, family)
-    return RetrofitPlan(source, options, config, full, converted, _into_shards(tensors, options.shard_size))
+    return RetrofitPlan(
+        source, options, config, full_config(source.config), converted, _into_shards(tensors, options.shard_size)
+    )
 
 
 def select_layers(choice: str, layer_types: list[str]) -> list[int]:
@@ -177,6 +179,12 @@ def _kvm_layer_bytes(config: KVMConfig, tokens: int, dtype: torch.dtype) -> int:
     precise = torch.promote_types(dtype, torch.float32)
     sums = heads * rows * (2 * dim + 4) * precise.itemsize
     return buffer + gates + sums + window * torch.long.itemsize
+
+
+def full_config(source_config: PreTrainedConfig) -> KVMConfig:
+    """The source as a KVM config: all layers as they are there."""
+    no_window = {"chunk_size": 1, "num_window_chunks": 1, "num_sink_tokens": 0}
+    return _config(kvm_fields(source_config) | no_window)
 
 
 def _state_fields(options: RetrofitOptions) -> dict:

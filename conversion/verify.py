@@ -8,10 +8,11 @@ windows as long as the target's cache allows, counted in rows attended to and in
 import json
 import random
 import tempfile
-import time
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -26,7 +27,7 @@ from kvm_hf.state_kvm import StateRule, rows_after
 
 from .errors import RetrofitError
 from .families import kvm_fields
-from .plan import PLANNED_LENGTHS, cache_bytes
+from .plan import DTYPES, PLANNED_LENGTHS, cache_bytes, full_config
 from .source import open_source
 
 TEXT = Path(__file__).parent / "data" / "genesis.txt"
@@ -84,68 +85,67 @@ def verify(
     Raises:
         RetrofitError: the two models do not belong together, or the text is too short.
     """
-    start = time.time()
+    if options.dtype not in DTYPES:
+        raise RetrofitError(f"`--dtype {options.dtype}` is not known; use one of {', '.join(DTYPES)}.")
     config = _target_config(target)
     output = Path(output if output is not None else target)
-    output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch, open_source(source, Path(scratch) / "source") as opened:
-        if kvm_fields(opened.config)["num_hidden_layers"] != config.num_hidden_layers:
+        full_fields = kvm_fields(opened.config)
+        if full_fields["num_hidden_layers"] != config.num_hidden_layers:
             raise RetrofitError(f"{target} was not made from {source}: their layers differ.")
         tokenizer = AutoTokenizer.from_pretrained(opened.folder)
         pieces, filler = _tokens(tokenizer, text or TEXT, options, config)
+        prompts = {
+            length: _needle_prompts(tokenizer, filler, length, config.window_size, options)
+            for length in (options.needle_tokens if options.needles else ())
+        }
         device = options.device if options.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
-        load = {"dtype": getattr(torch, options.dtype), "device_map": device}
+        load = {"dtype": DTYPES[options.dtype], "device_map": device}
         full = AutoModelForCausalLM.from_pretrained(opened.folder, attn_implementation="sdpa", **load).eval()
         kvm = AutoModelForCausalLM.from_pretrained(target, trust_remote_code=True, **load).eval()
 
     converted = [i for i, kind in enumerate(config.layer_types) if kind == "kvm_attention"]
     windows = _windows(config, options.tokens, full.dtype)
-    runs = {FULL: (full, nullcontext), TARGET: (kvm, nullcontext)}
+    runs = {FULL: (full, nullcontext)}
     for name, size in windows.items():
-        runs[name] = (full, lambda size=size: windowed(full, converted, size, config.num_sink_tokens))
-    runs = {name: runs[name] for name in (FULL, WINDOW, ROWS, BYTES, TARGET)}
+        runs[name] = (full, partial(windowed, full, converted, size, config.num_sink_tokens))
+    runs[TARGET] = (kvm, nullcontext)
+    recalling = (FULL, WINDOW, TARGET)
 
-    asked = (FULL, WINDOW, TARGET)
-    total = 1 + len(runs) * len(pieces) + len(asked) * len(options.needle_tokens) * options.needles
-    done = 0
+    output.mkdir(parents=True, exist_ok=True)
+    total = 1 + len(runs) * len(pieces) + len(recalling) * sum(map(len, prompts.values()))
+    identity = [str(source), str(target), str(text), asdict(options), config.to_dict(), transformers.__version__]
+    journal = _Journal(output / "verify.partial.json", identity, total, on_step)
 
-    def step(what):
-        nonlocal done
-        on_step(done, total, what)
-        done += 1
+    exactness = journal.measure("window exactness", _window_exactness, full, kvm, pieces[0], config.window_size)
 
-    step("Window exactness")
-    exactness = _window_exactness(full, kvm, pieces[0][:, : config.window_size])
-
-    edges = _block_edges(config.window_size, options.tokens)
+    spans = _blocks(config.window_size, options.tokens)
     losses, held = {}, {}
     for name, (model, context) in runs.items():
-        rows = []
-        for piece in pieces:
-            step(f"Loss: {name}")
+        measured = []
+        for number, piece in enumerate(pieces):
             with context():
-                row, held[name] = _token_losses(model, piece)
-            rows.append(row)
-        losses[name] = torch.cat(rows)
+                measured.append(journal.measure(f"loss, {name}, piece {number}", _token_losses, model, piece))
+        losses[name] = torch.tensor([row for row, _ in measured])
+        held[name] = measured[0][1]
     blocks = {
-        name: [row[:, max(first, 1) - 1 : last - 1].mean().item() for first, last in zip(edges, edges[1:])]
+        name: [row[:, max(first, 1) - 1 : last - 1].mean().item() for first, last in spans]
         for name, row in losses.items()
     }
     beyond = {name: row[:, 2 * config.window_size - 1 :].mean().item() for name, row in losses.items()}
     gap = beyond[WINDOW] - beyond[FULL]
 
-    needles = {}
-    for length in options.needle_tokens if options.needles else ():
-        prompts = _needle_prompts(tokenizer, filler, length, config.window_size, options)
-        needles[length] = {"depths": [depth for depth, _, _ in prompts]}
-        for name in asked:
+    needles = {length: {"depths": [depth for depth, _, _ in found]} for length, found in prompts.items()}
+    for length, found in prompts.items():
+        for name in recalling:
             model, context = runs[name]
-            hits = []
-            for _, key, ids in prompts:
-                step(f"Passkeys, {length} tokens: {name}")
-                with context():
-                    hits.append(_recalls(model, tokenizer, ids, key))
-            needles[length][name] = hits
+            with context():
+                needles[length][name] = [
+                    journal.measure(
+                        f"passkey of {length} tokens at {depth}, {name}", _recalls, model, tokenizer, ids, key
+                    )
+                    for depth, key, ids in found
+                ]
 
     report = {
         "source": str(source),
@@ -156,7 +156,7 @@ def verify(
         "window_exactness": exactness,
         "windows": windows,
         "loss": {
-            "blocks": list(zip(edges, edges[1:])),
+            "blocks": spans,
             "by_block": blocks,
             "from_token": 2 * config.window_size,
             "beyond": beyond,
@@ -168,17 +168,17 @@ def verify(
             "measured": {"tokens": options.tokens, FULL: held[FULL], TARGET: held[TARGET]},
             "by_formula": {
                 str(tokens): {
-                    FULL: cache_bytes(KVMConfig(**_full_fields(opened.config)), tokens, full.dtype),
+                    FULL: cache_bytes(full_config(opened.config), tokens, full.dtype),
                     TARGET: cache_bytes(config, tokens, full.dtype),
                 }
                 for tokens in PLANNED_LENGTHS
             },
         },
         "versions": {"transformers": transformers.__version__, "torch": torch.__version__},
-        "seconds": round(time.time() - start, 1),
     }
     (output / "verify.json").write_text(json.dumps(report, indent=2) + "\n")
     plot(report, output / "verify.png")
+    journal.close()
     return report
 
 
@@ -277,6 +277,33 @@ def windowed(model: PreTrainedModel, layers: list[int], size: int, sinks: int):
             hook.remove()
 
 
+class _Journal:
+    """Results of finished measurements, kept on disk so that an interrupted run goes on where it was."""
+
+    def __init__(self, path: Path, identity, total: int, on_step):
+        self.path, self.total, self.on_step, self.done = path, total, on_step, 0
+        self.identity = json.loads(json.dumps(identity, default=str))
+        self.results = {}
+        if path.is_file():
+            kept = json.loads(path.read_text())
+            self.results = kept["results"] if kept["identity"] == self.identity else {}
+
+    def measure(self, what: str, function: Callable, *args):
+        """The result of `function(*args)`, from this run or the one that was interrupted."""
+        self.on_step(self.done, self.total, what)
+        self.done += 1
+        if what not in self.results:
+            self.results[what] = function(*args)
+            unfinished = self.path.with_suffix(".tmp")
+            unfinished.write_text(json.dumps({"identity": self.identity, "results": self.results}))
+            unfinished.replace(self.path)
+        return self.results[what]
+
+    def close(self) -> None:
+        self.on_step(self.total, self.total, "done")
+        self.path.unlink()
+
+
 def _target_config(target) -> KVMConfig:
     try:
         config = AutoConfig.from_pretrained(target)
@@ -289,14 +316,10 @@ def _target_config(target) -> KVMConfig:
     return config
 
 
-def _full_fields(config) -> dict:
-    return kvm_fields(config) | {"chunk_size": 1, "num_window_chunks": 1, "num_sink_tokens": 0}
-
-
 def _tokens(tokenizer, text: Path, options: VerifyOptions, config: KVMConfig):
     """Pieces of the text to read, `[1, tokens]` each, and what to hide passkeys in."""
     ids = torch.tensor(tokenizer(Path(text).read_text(encoding="utf-8")).input_ids)
-    need = max(options.tokens * options.pieces, *options.needle_tokens)
+    need = max([options.tokens * options.pieces, *(options.needle_tokens if options.needles else ())])
     if len(ids) < need:
         raise RetrofitError(f"{text} has {len(ids)} tokens; {need} are needed. Use a longer text or fewer tokens.")
     if options.tokens <= 2 * config.window_size:
@@ -325,27 +348,28 @@ def _rows_at(config: KVMConfig, tokens: int) -> int:
     return rows_after(StateRule.from_config(config), tokens)
 
 
-def _block_edges(window: int, tokens: int) -> list[int]:
-    """0, L, 2L, 4L, ... up to the end."""
+def _blocks(window: int, tokens: int) -> list[tuple[int, int]]:
+    """Spans of positions between 0, L, 2L, 4L, ... and the end."""
     edges = [0, window]
     while 2 * edges[-1] < tokens:
         edges.append(2 * edges[-1])
-    return [*edges, tokens]
+    return list(pairwise([*edges, tokens]))
 
 
-def _window_exactness(full, kvm, ids) -> float:
-    ids = ids.to(full.device)
+def _window_exactness(full, kvm, piece, window: int) -> float:
+    """Largest difference between the logits of the two models within the window."""
+    ids = piece[:, :window].to(full.device)
     return (full(ids).logits - kvm(ids).logits).abs().max().item()
 
 
-def _token_losses(model, ids) -> tuple[torch.Tensor, int]:
-    """Loss of each token after the first, `[1, T - 1]`, and the bytes of cache held at the end."""
+def _token_losses(model, ids) -> tuple[list[float], int]:
+    """Loss of each token after the first, `T - 1` in all, and the bytes of cache held at the end."""
     ids = ids.to(model.device)
     outputs = model.base_model(ids, use_cache=True)
     head, parts = model.get_output_embeddings(), []
     for hidden, labels in zip(outputs.last_hidden_state[:, :-1].split(512, 1), ids[:, 1:].split(512, 1)):
         parts.append(torch.nn.functional.cross_entropy(head(hidden).transpose(1, 2), labels, reduction="none"))
-    return torch.cat(parts, dim=1).float().cpu(), _held_bytes(getattr(outputs, CACHE_NAME))
+    return torch.cat(parts, dim=1)[0].tolist(), _held_bytes(getattr(outputs, CACHE_NAME))
 
 
 def _held_bytes(cache: DynamicCache) -> int:
