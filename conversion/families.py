@@ -173,19 +173,23 @@ REFUSED = {
 }
 
 
+def refuse_unknown(model_type: str | None) -> None:
+    """Raises a RetrofitError, by name and with what is missing, for a family that is not in the table."""
+    if model_type not in FAMILIES:
+        lacking = REFUSED.get(model_type, "this family has not been looked at")
+        raise RetrofitError(
+            f"Models of type {model_type!r} cannot be converted. Missing: {lacking}. "
+            f"Families that can: {', '.join(sorted(FAMILIES))}."
+        )
+
+
 def family_of(config: PreTrainedConfig) -> Family:
     """The family of a source config.
 
     Raises:
-        RetrofitError: by name, for a family that is not known, is not a causal LM, or has what KVM models lack.
+        RetrofitError: by name, for a model that is not a causal LM or has what KVM models lack.
     """
-    family = FAMILIES.get(config.model_type)
-    if family is None:
-        lacking = REFUSED.get(config.model_type, "this family has not been looked at")
-        raise RetrofitError(
-            f"Models of type {config.model_type!r} cannot be converted. Missing: {lacking}. "
-            f"Families that can: {', '.join(sorted(FAMILIES))}."
-        )
+    family = FAMILIES[config.model_type]
     architectures = config.architectures or [family.architecture]
     if family.architecture not in architectures:
         raise RetrofitError(

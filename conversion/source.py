@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
 from .errors import RetrofitError
+from .families import refuse_unknown
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", ".index.json")
 # Files about the model rather than of it, which the target writes anew.
@@ -132,8 +133,11 @@ def _read_folder(folder: Path, label: str) -> Source:
     if not (folder / "config.json").is_file():
         raise RetrofitError(f"{folder} has no config.json; the source must be a checkpoint folder of transformers.")
     try:
+        refuse_unknown(json.loads((folder / "config.json").read_text()).get("model_type"))
         config = AutoConfig.from_pretrained(folder)
-    except Exception as error:
+    except RetrofitError:
+        raise
+    except Exception as error:  # damaged JSON, or whatever a config class raises
         raise RetrofitError(f"The config of {folder} cannot be read: {error}") from error
     return Source(folder, label, config, _read_headers(folder))
 

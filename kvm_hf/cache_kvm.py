@@ -153,7 +153,9 @@ class KVMLayer(CacheLayerMixin):
         total, done, outputs = key_states.shape[2], 0, []
         while done < total:
             if self.fill == self.rule.window_size:
-                self._open_chunk(step)
+                # Which row a token joins must not depend on whether training runs under autocast.
+                with torch.autocast(self.keys.device.type, enabled=False):
+                    self._open_chunk(step)
             size = min(total - done, self.rule.window_size - self.fill)
             piece = slice(done, done + size)
             self._write(

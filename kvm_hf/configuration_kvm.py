@@ -137,6 +137,11 @@ class KVMConfig(PreTrainedConfig):
                 f"`num_attention_heads` ({self.num_attention_heads}) must be a multiple of `num_key_value_heads` "
                 f"({self.num_key_value_heads}): every key/value head serves the same number of query heads."
             )
+        if any(isinstance(value, dict) for value in self.rope_parameters.values()):
+            raise ValueError(
+                f"`rope_parameters` must be one set for all layers, got {self.rope_parameters}. Layers may only go "
+                "without RoPE, by `no_rope_layers`."
+            )
         if self.rotary_channels % 2 or not 0 < self.rotary_channels <= self.head_dim:
             raise ValueError(
                 f"RoPE turns pairs of channels, but `head_dim` {self.head_dim} with `partial_rotary_factor` "

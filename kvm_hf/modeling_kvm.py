@@ -220,7 +220,7 @@ class KVMAttention(KVMDotProductAttention):
         if self.config.region_temperatures:
             window = self.window_temperature[:, None, None]
             window = torch.where(window.abs() < LEAST_TEMPERATURE, torch.full_like(window, LEAST_TEMPERATURE), window)
-            query = query * repeat_heads(window[None], self.num_key_value_groups)
+            query = query * repeat_heads(window[None], self.num_key_value_groups).to(query.dtype)
             state_scale = self.state_temperature[:, None, None] / window
 
         step = KVMStep(
@@ -325,7 +325,12 @@ class KVMModel(KVMPreTrainedModel):
         if length == 0:
             raise ValueError("The input is empty: give at least one token.")
 
-        _refuse_unsupported(attention_mask, position_ids, (batch, past + length), kwargs)
+        if kwargs.get("output_attentions", self.config.output_attentions):
+            raise ValueError(
+                "`output_attentions=True` is not available: KVM layers attend to rows that stand for many tokens, so "
+                "there is no weight per token."
+            )
+        _refuse_unsupported(attention_mask, position_ids, (batch, past + length), kwargs.get("cu_seq_lens_q"))
         if position_ids is None:
             position_ids = torch.arange(past, past + length, device=inputs_embeds.device)[None]
 
@@ -368,13 +373,8 @@ class KVMModel(KVMPreTrainedModel):
         return cache
 
 
-def _refuse_unsupported(attention_mask, position_ids, shape, kwargs) -> None:
+def _refuse_unsupported(attention_mask, position_ids, shape, cu_seq_lens) -> None:
     """Says in a sentence what KVM layers cannot take, rather than compute something else."""
-    if kwargs.get("output_attentions"):
-        raise ValueError(
-            "`output_attentions=True` is not available: KVM layers attend to rows that stand for many tokens, so "
-            "there is no weight per token."
-        )
     if attention_mask is not None:
         if attention_mask.ndim != 2:
             raise ValueError(
@@ -392,7 +392,7 @@ def _refuse_unsupported(attention_mask, position_ids, shape, kwargs) -> None:
                 "or run them one by one."
             )
     packed = position_ids is not None and position_ids.shape[-1] > 1 and (position_ids.diff(dim=-1) != 1).any()
-    if packed or kwargs.get("cu_seq_lens_q") is not None:
+    if packed or cu_seq_lens is not None:
         raise ValueError(
             "Packed sequences are not supported yet: `position_ids` must go up by one. Run the sequences as rows of "
             "a batch."

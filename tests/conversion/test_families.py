@@ -55,9 +55,8 @@ def test_every_accepted_family_is_tested():
 @pytest.mark.parametrize("kind", sorted(set(REFUSED) - {"kvm"}) + ["bert"])
 def test_other_families_are_refused_by_name_with_what_is_missing(source, tmp_path, kind):
     change_config(source, model_type=kind, architectures=None)
-    with pytest.raises(RetrofitError, match=kind) as raised:
+    with pytest.raises(RetrofitError, match=f"{kind}' cannot be converted. Missing"):
         convert(source, tmp_path / "target")
-    assert "Missing" in str(raised.value) or "cannot be read" in str(raised.value)
     assert not (tmp_path / "target").exists()
 
 

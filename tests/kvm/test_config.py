@@ -35,6 +35,7 @@ HALF = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 
         (dict(state_treatment="averaged"), "state_treatment"),
         (dict(state_treatment="positional", gate_keys=True, gate_values=False), "must be equal"),
         (dict(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}), "constant frequencies"),
+        (dict(rope_parameters={"kvm_attention": {"rope_type": "default", "rope_theta": 1e4}}), "one set for all"),
         (dict(chunk_size="many"), "chunk_size"),
     ],
     ids=str,

@@ -6,6 +6,7 @@ from small_models import SMALL, make_model, random_ids
 from transformers import AutoModel, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from kvm_hf import (
+    KVMCache,
     KVMConfig,
     KVMForCausalLM,
     KVMForQuestionAnswering,
@@ -91,6 +92,20 @@ def test_gradients_of_merged_tokens_are_those_of_finite_differences(fields):
         with torch.no_grad():
             slope = (last_logit(embeds + step) - last_logit(embeds - step)) / 2e-6
         assert abs(slope - inputs.grad[0, token, channel]) <= 1e-6 * max(1.0, abs(slope))
+
+
+@pytest.mark.parametrize("fields", [{}, dict(rope_parameters=HALF)])
+def test_autocast_keeps_the_state_in_float32_and_gives_nearly_the_same_loss(fields):
+    model = make_model(dtype=torch.float32, **fields).train()
+    ids = random_ids(model, 5 * L)
+    cache = KVMCache(model.config)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = model(ids, labels=ids, past_key_values=cache).loss
+    loss.backward()
+    assert {part.dtype for part in cache.layers[0].state} == {torch.float32}
+    assert cache.layers[0].keys.dtype == torch.bfloat16
+    assert abs(loss - model(ids, labels=ids).loss) < 0.05 * loss
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
 
 
 def test_the_training_forward_equals_the_eval_forward():
