@@ -31,8 +31,9 @@ from .plan import DTYPES, PLANNED_LENGTHS, cache_bytes, full_config
 from .source import open_source
 
 TEXT = Path(__file__).parent / "data" / "genesis.txt"
-NEEDLE = "\n\nThe pass key is {key}. Remember it. {key} is the pass key.\n\n"
-QUESTION = "\n\nWhat is the pass key? The pass key is"
+# Worded so that a small model with full attention finds the key every time; then what is missed is the cache's fault.
+NEEDLE = "\n\nImportant: the secret pass key is {key}. Remember it, the secret pass key is {key}.\n\n"
+QUESTION = "\n\nQuestion: what is the secret pass key?\nAnswer: the secret pass key is"
 FULL, WINDOW, ROWS, BYTES, TARGET = (
     "full attention",
     "sinks + window",
