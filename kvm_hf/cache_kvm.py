@@ -41,10 +41,10 @@ class KVMLayer(CacheLayerMixin):
     same position. Each row's keys are one contiguous range of the buffer, the state before the window, with the window
     at a fixed place: rows of different lengths differ only in where their range begins and ends.
 
-    Attributes (`S` rows of state laid out now, `F` tokens in the window, at most `L`):
-        keys, values: `[B, G, S + L, D]` in the model's dtype: readout of the state (keys times the temperature ratio),
+    Attributes (`M` rows of state, `fill` tokens in the window, at most `L`):
+        keys, values: `[B, G, M + L, D]` in the model's dtype: readout of the state (keys times the temperature ratio),
             then the window's keys as RoPE left them. `D` grows by `bias_channels` in `keys`.
-        bias: `[B, G, S + L]` added to the scores (`count_bias`), or None.
+        bias: `[B, G, M + L]` added to the scores (`count_bias`), or None.
         gates: `[B, G, L, 1]`, or None; positions: `[B, L]`. Those of the window's tokens, for when they leave it.
         state: the raw sums, at least float32; None until the first chunk leaves the window.
     """

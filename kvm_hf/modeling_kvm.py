@@ -179,6 +179,14 @@ class KVMDotProductAttention(nn.Module):
         return self.o_proj(output.flatten(2)), None
 
 
+class KVMStateLayerNorm(nn.LayerNorm):
+    """LayerNorm over memory keys, in the precision of the state whatever the model's dtype."""
+
+    def forward(self, keys: torch.Tensor) -> torch.Tensor:
+        weight, bias = self.weight.to(keys.dtype), self.bias.to(keys.dtype)
+        return nn.functional.layer_norm(keys, self.normalized_shape, weight, bias, self.eps)
+
+
 class KVMAttention(KVMDotProductAttention):
     """Attention over a block sliding window and a state of key-value means, in one softmax."""
 
@@ -187,7 +195,7 @@ class KVMAttention(KVMDotProductAttention):
         heads = config.num_key_value_heads
         self.rule = StateRule.from_config(config)
         if config.state_treatment == "normalized":
-            self.state_norm = nn.LayerNorm(config.head_dim, eps=1e-5)
+            self.state_norm = KVMStateLayerNorm(config.head_dim, eps=1e-5)
         if config.gate_keys or config.gate_values:
             self.merge_gate = nn.Linear(config.hidden_size, heads, bias=False)
         if config.region_temperatures:
@@ -197,15 +205,8 @@ class KVMAttention(KVMDotProductAttention):
     def treatment(self, rotary: KVMRotaryEmbedding):
         """How keys enter the state, are compared with it, and are read from it."""
         if self.rule.state_treatment == "normalized":
-            return NormalizedKeys(self._state_norm, self.config.rotary_channels if self.use_rope else 0)
+            return NormalizedKeys(self.state_norm, self.config.rotary_channels if self.use_rope else 0)
         return PositionalKeys(rotary.rotate if self.use_rope else lambda keys, positions, inverse: keys)
-
-    def _state_norm(self, keys: torch.Tensor) -> torch.Tensor:
-        """`state_norm` in the precision of the state."""
-        norm = self.state_norm
-        return nn.functional.layer_norm(
-            keys, norm.normalized_shape, norm.weight.to(keys.dtype), norm.bias.to(keys.dtype), norm.eps
-        )
 
     def forward(self, hidden, position_embeddings, attention_mask, cache, position_ids, rotary):
         query, key, value = self.project(hidden, position_embeddings)
@@ -304,9 +305,9 @@ class KVMModel(KVMPreTrainedModel):
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.LongTensor | None = None,
         cache: Cache | None = None,
-        past_key_values: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         use_cache: bool | None = None,
+        past_key_values: Cache | None = None,
         **kwargs,
     ) -> BaseModelOutputWithPast:
         """As transformers' `LlamaModel.forward`; `past_key_values` is the older name of `cache`.
@@ -418,11 +419,11 @@ class KVMForCausalLM(KVMPreTrainedModel, GenerationMixin):
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.LongTensor | None = None,
         cache: Cache | None = None,
-        past_key_values: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         labels: torch.LongTensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
+        past_key_values: Cache | None = None,
         **kwargs,
     ) -> CausalLMOutputWithPast:
         """As transformers' `LlamaForCausalLM.forward`; `past_key_values` is the older name of `cache`."""
