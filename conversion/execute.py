@@ -51,7 +51,7 @@ def convert(
     Raises:
         RetrofitError: before long work if the source, the options, the target, the disk or the hub login will not do.
     """
-    target = Path(target)
+    target = Path(target).resolve()
     _check_target(target)
     api = _hub_login(push_to_hub) if push_to_hub and not dry_run else None
     work = target.with_name(target.name + ".incomplete")
@@ -67,14 +67,12 @@ def convert(
                 target.rmdir()
             os.rename(work, target)
         except OSError as error:
-            if error.errno != errno.ENOSPC:
-                raise
+            reason = "The disk is full" if error.errno == errno.ENOSPC else f"Writing failed ({error})"
             raise RetrofitError(
-                f"The disk is full. What is finished stays in {work}; free some space and run the same command again."
+                f"{reason}. What is finished stays in {work}; mend that and run the same command again."
             ) from error
     if api is not None:
-        api.create_repo(push_to_hub, exist_ok=True)
-        api.upload_folder(repo_id=push_to_hub, folder_path=target, commit_message="KVM retrofit")
+        _push(api, push_to_hub, target)
     return plan
 
 
@@ -188,6 +186,17 @@ def _hub_login(repo: str) -> HfApi:
             "out --push-to-hub."
         ) from error
     return api
+
+
+def _push(api: HfApi, repo: str, target: Path) -> None:
+    try:
+        api.create_repo(repo, exist_ok=True)
+        api.upload_folder(repo_id=repo, folder_path=target, commit_message="KVM retrofit")
+    except Exception as error:  # the hub's client has many
+        raise RetrofitError(
+            f"The model is finished in {target}, but pushing it to {repo!r} failed: {error}. Try again with "
+            f"`hf upload {repo} {target}`."
+        ) from error
 
 
 def _python_call(source, target, options: RetrofitOptions) -> str:

@@ -292,6 +292,15 @@ def test_the_finished_folder_is_pushed(source, tmp_path, monkeypatch):
     assert "model.safetensors" in hub.calls[1][2] and PLAN_FILE not in hub.calls[1][2]
 
 
+def test_a_push_that_fails_keeps_the_finished_folder_and_says_how_to_go_on(source, tmp_path, monkeypatch):
+    hub = Hub()
+    hub.upload_folder = lambda **kwargs: (_ for _ in ()).throw(OSError("connection lost"))
+    monkeypatch.setattr(conversion.execute, "HfApi", lambda: hub)
+    with pytest.raises(RetrofitError, match="hf upload me/model"):
+        convert(source, tmp_path / "target", OPTIONS, push_to_hub="me/model")
+    AutoModelForCausalLM.from_pretrained(tmp_path / "target")
+
+
 def test_a_login_that_fails_is_said_before_work(source, tmp_path, monkeypatch):
     monkeypatch.setattr(conversion.execute, "HfApi", lambda: Hub(login=False))
     with pytest.raises(RetrofitError, match="hf auth login"):
