@@ -27,9 +27,9 @@ demo: $(VENV)/.ready
 	$(BIN)/python examples/demo.py
 
 test: $(VENV)/.ready
-	$(PYTEST) -n 2
-	@echo "The same models and caches on transformers $(OLDEST), the oldest supported:"
-	PYTHONPATH=$(VENV)/oldest $(PYTEST) -n 2 tests/kvm tests/remote_code
+	EXPECTED_TRANSFORMERS=$(NEWEST) $(PYTEST) -n 2
+	@echo "The same on transformers $(OLDEST), the oldest supported:"
+	EXPECTED_TRANSFORMERS=$(OLDEST) PYTHONPATH=$(VENV)/oldest $(PYTEST) -n 2
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .

@@ -4,7 +4,7 @@ from .errors import RetrofitError
 from .execute import convert
 from .plan import RetrofitOptions, RetrofitPlan, make_plan
 from .source import gguf_to_checkpoint
-from .verify import VerifyOptions, verify
+from .verification import VerifyOptions, verify
 
 __all__ = [
     "RetrofitError",

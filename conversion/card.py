@@ -53,8 +53,10 @@ def write_card(plan: RetrofitPlan, folder: Path, command: str) -> None:
         pipeline_tag="text-generation",
         base_model=plan.source.label if is_hub_id else inherited.get("base_model"),
         license=inherited.get("license"),
+        license_name=inherited.get("license_name"),
+        license_link=inherited.get("license_link"),
         language=inherited.get("language"),
-        tags=["kvm", "key-value-means", "compressed-kv-cache"],
+        tags=["kvm", "key-value-means", "compressed-kv-cache", *inherited.get("tags", [])],
     )
     lengths = [
         f"| {tokens} tokens | {cache_bytes(plan.full, tokens, plan.dtype) / 2**20:.1f} MiB | "

@@ -2,18 +2,20 @@
 
 import shlex
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from tqdm import tqdm
 
 from .errors import RetrofitError
 from .execute import convert
 from .plan import PLANNED_LENGTHS, RetrofitOptions, RetrofitPlan, cache_bytes
-from .verify import VerifyOptions, print_report, verify
+from .verification import VerifyOptions, print_report, verify
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Make KVM models from models you have.")
 console = Console(stderr=True)
@@ -41,7 +43,9 @@ def to_kvm(
         int, typer.Option(help="Chunks in the window; the window is chunk size times this.")
     ] = DEFAULTS.window_chunks,
     sinks: Annotated[int, typer.Option(help="First tokens that nothing is merged into.")] = DEFAULTS.sinks,
-    dtype: Annotated[str, typer.Option(help="auto (as the source), float32, bfloat16 or float16.")] = DEFAULTS.dtype,
+    dtype: Annotated[
+        str, typer.Option(help="auto (as the source), float32, bfloat16, float16 or float64.")
+    ] = DEFAULTS.dtype,
     shard_size: Annotated[float, typer.Option(help="Most gigabytes per weight file.")] = DEFAULTS.shard_size / 1e9,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")] = False,
     push_to_hub: Annotated[str | None, typer.Option(help="Hub id to upload the result to.")] = None,
@@ -158,16 +162,14 @@ def _ranges(numbers: list[int]) -> str:
     return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in parts)
 
 
-class _friendly_errors:
+@contextmanager
+def _friendly_errors():
     """A RetrofitError as one line and exit status 1; an interruption as a sentence."""
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, error, traceback):
-        if kind is not None and issubclass(kind, RetrofitError):
-            console.print(f"[red]Error:[/red] {error}", highlight=False)
-            raise typer.Exit(1)
-        if kind is KeyboardInterrupt:
-            console.print("Interrupted. Run the same command again to go on.")
-            raise typer.Exit(130)
+    try:
+        yield
+    except RetrofitError as error:
+        console.print(f"[red]Error:[/red] {escape(str(error))}", highlight=False)
+        raise typer.Exit(1) from error
+    except KeyboardInterrupt as error:
+        console.print("Interrupted. Run the same command again to go on.")
+        raise typer.Exit(130) from error

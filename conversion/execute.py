@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,10 +18,10 @@ from kvm_hf.modeling_kvm import AUTO_MAP
 
 from .card import write_card
 from .errors import RetrofitError
-from .plan import RetrofitOptions, RetrofitPlan, TargetTensor, make_plan
+from .plan import RetrofitOptions, RetrofitPlan, TargetTensor, make_plan, target_config
 from .source import SAFETENSORS_DTYPES, open_source
 
-PLAN_FILE = "retrofit-plan.json"
+PLAN_FILE = "retrofit-plan.sha256"
 DTYPE_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 
 
@@ -55,22 +56,23 @@ def convert(
     _check_target(target)
     api = _hub_login(push_to_hub) if push_to_hub and not dry_run else None
     work = target.with_name(target.name + ".incomplete")
-    with open_source(source, work) as opened:
-        plan = make_plan(opened, options)
-        on_plan(plan)
-        if dry_run:
-            return plan
-        _check_space(work, plan)
-        try:
+    _check_work(work)
+    try:
+        with open_source(source, work, check=lambda config: target_config(config, options)) as opened:
+            plan = make_plan(opened, options)
+            on_plan(plan)
+            if dry_run:
+                return plan
+            _check_space(work, plan)
             _write_folder(plan, work, command or _python_call(source, target, options), on_bytes)
-            if target.exists():
-                target.rmdir()
-            os.rename(work, target)
-        except OSError as error:
-            reason = "The disk is full" if error.errno == errno.ENOSPC else f"Writing failed ({error})"
-            raise RetrofitError(
-                f"{reason}. What is finished stays in {work}; mend that and run the same command again."
-            ) from error
+        if target.exists():
+            target.rmdir()
+        os.rename(work, target)
+    except OSError as error:
+        reason = "The disk is full" if error.errno == errno.ENOSPC else f"Writing failed ({error})"
+        raise RetrofitError(
+            f"{reason}. What is finished stays in {work}; mend that and run the same command again."
+        ) from error
     if api is not None:
         _push(api, push_to_hub, target)
     return plan
@@ -79,10 +81,15 @@ def convert(
 def _write_folder(plan: RetrofitPlan, work: Path, command: str, on_bytes) -> None:
     fingerprint = plan.fingerprint()
     marker = work / PLAN_FILE
-    if work.exists() and not (marker.is_file() and json.loads(marker.read_text()).get("fingerprint") == fingerprint):
+    if work.exists() and marker.read_text() != fingerprint:
         shutil.rmtree(work)  # left by another plan
-    work.mkdir(parents=True, exist_ok=True)
-    marker.write_text(json.dumps({"fingerprint": fingerprint}))
+    if not work.exists():
+        # Appears with its marker in it, so that a folder without one is not ours to remove.
+        work.parent.mkdir(parents=True, exist_ok=True)
+        beginning = Path(tempfile.mkdtemp(dir=work.parent, prefix=f".{work.name}-"))
+        beginning.chmod(0o755)  # temporary folders are private
+        (beginning / PLAN_FILE).write_text(fingerprint)
+        os.rename(beginning, work)
 
     for name, tensors in plan.shards.items():
         if (work / name).is_file():
@@ -164,11 +171,18 @@ def _check_target(target: Path) -> None:
         )
 
 
+def _check_work(work: Path) -> None:
+    if work.exists() and not (work / PLAN_FILE).is_file():
+        raise RetrofitError(
+            f"{work}, where the work would be done, exists and is not ours. Move it, or choose another target."
+        )
+
+
 def _check_space(work: Path, plan: RetrofitPlan) -> None:
     parent = work.absolute().parent
     while not parent.exists():
         parent = parent.parent
-    done = sum(path.stat().st_size for path in work.glob("*.safetensors")) if work.exists() else 0
+    done = sum(path.stat().st_size for path in work.glob("*.safetensors"))
     free = shutil.disk_usage(parent).free
     if plan.nbytes - done > free:
         raise RetrofitError(

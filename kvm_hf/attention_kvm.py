@@ -4,6 +4,8 @@ Depends on PyTorch and on transformers' `ALL_ATTENTION_FUNCTIONS` (eager, sdpa, 
 Specification, sections 1 and 8.
 """
 
+from functools import lru_cache
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -69,7 +71,6 @@ def attend(
     extra = key.shape[-1] - query.shape[-1]
     if extra:
         query = torch.cat([query, torch.ones_like(query[..., :1]), torch.zeros_like(query[..., : extra - 1])], dim=-1)
-        bias = None
     output, _ = interface(
         module,
         query,
@@ -92,11 +93,7 @@ def _mask(module, query, key, bias, implementation):
     if by_itself and bias is None:
         return None
     if "flex" in implementation:
-        from torch.nn.attention.flex_attention import create_block_mask
-
-        return create_block_mask(
-            lambda batch, head, row, column: column <= row + (total - length), None, None, length, total, query.device
-        )
+        return _block_mask(length, total, query.device)
 
     mask = None
     if length > 1:
@@ -109,3 +106,14 @@ def _mask(module, query, key, bias, implementation):
         bias = repeat_heads(bias, module.num_key_value_groups)[:, :, None]
         mask = bias if mask is None else mask + bias
     return mask
+
+
+@lru_cache(maxsize=64)
+def _block_mask(length: int, total: int, device: torch.device):
+    """Flex attention's form of the causal mask; the same for every layer."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    def visible(batch, head, row, column):
+        return column <= row + (total - length)
+
+    return create_block_mask(visible, None, None, length, total, device)

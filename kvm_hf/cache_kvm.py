@@ -29,7 +29,7 @@ class KVMStep:
     queries: torch.Tensor  # [B, H, T, D], times the window temperature
     gates: torch.Tensor | None  # [B, G, T, 1]
     positions: torch.Tensor  # [B, T], what RoPE turned the keys by
-    state_scale: torch.Tensor | None  # [G, 1, 1], state temperature over window temperature
+    state_scale: Callable[[], torch.Tensor | float]  # [G, 1, 1], state temperature over window temperature
     bias_channels: int  # extra key channels that carry the score bias, for kernels that take no mask
     attend: Callable[..., torch.Tensor]  # (queries, keys, values, bias) -> [B, T, H, D]
 
@@ -37,16 +37,17 @@ class KVMStep:
 class KVMLayer(CacheLayerMixin):
     """The cache of one `kvm_attention` layer.
 
-    Tokens are counted per call on the host (`seen`), never read back from the device. All rows of a batch stand at the
-    same position. Each row's keys are one contiguous range of the buffer, the state before the window, with the window
-    at a fixed place: rows of different lengths differ only in where their range begins and ends.
+    Tokens are counted on the host (`seen`), never read back from the device, and all sequences of a batch stand at the
+    same position. A sequence's keys are one contiguous range of the buffer, the state before the window. Sequences at
+    different positions would differ in where their range begins and ends, and in nothing else.
 
     Attributes (`M` rows of state, `fill` tokens in the window, at most `L`):
         keys, values: `[B, G, M + L, D]` in the model's dtype: readout of the state (keys times the temperature ratio),
             then the window's keys as RoPE left them. `D` grows by `bias_channels` in `keys`.
-        bias: `[B, G, M + L]` added to the scores (`count_bias`), or None.
+        bias: `[B, G, M + L]` added to the scores (`count_bias`); None without one, or if `bias_channels` carry it.
         gates: `[B, G, L, 1]`, or None; positions: `[B, L]`. Those of the window's tokens, for when they leave it.
         state: the raw sums, at least float32; None until the first chunk leaves the window.
+        in_graph: whether autograd may still need what the buffers hold, so that they must not be written in place.
     """
 
     _layer_type = "kvm_attention"
@@ -64,6 +65,7 @@ class KVMLayer(CacheLayerMixin):
         self.keys = self.values = self.bias = self.gates = self.positions = self.state = None
         self.rule = None
         self.fill = 0
+        self.in_graph = False
         self.is_initialized = False
 
     # What transformers asks of a cache layer
@@ -113,12 +115,7 @@ class KVMLayer(CacheLayerMixin):
         self._map(lambda tensor: tensor[indices.to(tensor.device)])
 
     def crop(self, tokens_to_remove: int) -> None:
-        if tokens_to_remove != 0:
-            raise ValueError(
-                f"A KVM cache cannot drop {abs(tokens_to_remove)} tokens: its state has merged older ones. "
-                "Assisted generation and prompt lookup need a model without `kvm_attention` layers for now; "
-                "to reuse a prompt, `copy.deepcopy` its cache before continuing."
-            )
+        refuse_crop(tokens_to_remove)
 
     # The path of new tokens
 
@@ -130,7 +127,8 @@ class KVMLayer(CacheLayerMixin):
         self.rule, self.bias_channels = step.rule, step.bias_channels
         self.keys = key_states.new_zeros(batch, heads, size, dim + step.bias_channels)
         self.values = value_states.new_zeros(batch, heads, size, dim)
-        self.bias = key_states.new_zeros(batch, heads, size) if step.rule.count_bias else None
+        has_bias = step.rule.count_bias and not step.bias_channels
+        self.bias = key_states.new_zeros(batch, heads, size) if has_bias else None
         self.gates = None if step.gates is None else step.gates.new_zeros(batch, heads, size, 1)
         self.positions = step.positions.new_zeros(batch, size)
         self.is_initialized = True
@@ -149,6 +147,10 @@ class KVMLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states, step)
         self._check(key_states, step)
+        tracked = torch.is_grad_enabled() and any(
+            tensor.requires_grad for tensor in (step.queries, key_states, value_states)
+        )
+        copy = tracked or self.in_graph or self.keys.is_inference() != torch.is_inference_mode_enabled()
 
         total, done, outputs = key_states.shape[2], 0, []
         while done < total:
@@ -163,6 +165,7 @@ class KVMLayer(CacheLayerMixin):
                 value_states[:, :, piece],
                 None if step.gates is None else step.gates[:, :, piece],
                 step.positions[:, piece],
+                copy,
             )
             stop = self._state_rows + self.fill
             outputs.append(
@@ -174,20 +177,21 @@ class KVMLayer(CacheLayerMixin):
                 )
             )
             done += size
+        self.in_graph = tracked
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1), None
 
     @property
     def _state_rows(self) -> int:
         return 0 if self.state is None else self.state.rows
 
-    def _write(self, keys, values, gates, positions) -> None:
-        """Puts tokens at the end of the window."""
+    def _write(self, keys, values, gates, positions, copy: bool) -> None:
+        """Puts tokens at the end of the window, in place or in a copy."""
         place = self._state_rows + self.fill
-        self.keys = _put(self.keys, F.pad(keys, (0, self.bias_channels)), 2, place)
-        self.values = _put(self.values, values, 2, place)
-        self.positions = _put(self.positions, positions, 1, self.fill)
+        self.keys = _put(self.keys, F.pad(keys, (0, self.bias_channels)), 2, place, copy)
+        self.values = _put(self.values, values, 2, place, copy)
+        self.positions = _put(self.positions, positions, 1, self.fill, copy)
         if gates is not None:
-            self.gates = _put(self.gates, gates, 2, self.fill)
+            self.gates = _put(self.gates, gates, 2, self.fill, copy)
         self.fill += keys.shape[2]
         self.seen += keys.shape[2]
 
@@ -201,7 +205,7 @@ class KVMLayer(CacheLayerMixin):
             self.state = absorb(rule, step.treatment, self.state, block, context=self.seen)
 
         read = readout(rule, step.treatment, self.state)
-        keys = read.keys if step.state_scale is None else read.keys * step.state_scale
+        keys = read.keys * step.state_scale()
         if self.bias_channels:
             keys = torch.cat([keys, read.bias[..., None] * keys.shape[-1] ** 0.5], dim=-1)
             keys = F.pad(keys, (0, self.bias_channels - 1))
@@ -263,6 +267,9 @@ class KVMCache(DynamicCache):
     def __init__(self, config, **kwargs):
         super().__init__(config=config, **kwargs)
 
+    def crop(self, tokens_to_remove: int) -> None:
+        refuse_crop(tokens_to_remove)  # before any layer is touched
+
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors held, on whatever device."""
@@ -274,11 +281,19 @@ class KVMCache(DynamicCache):
         )
 
 
-def _put(buffer: torch.Tensor, new: torch.Tensor, dim: int, start: int) -> torch.Tensor:
-    """`buffer` with `new` written at `start`; in place unless autograd still needs what the buffer holds."""
+def refuse_crop(tokens_to_remove: int) -> None:
+    if tokens_to_remove != 0:
+        raise ValueError(
+            f"A KVM cache cannot drop {abs(tokens_to_remove)} tokens: its state has merged older ones. Assisted "
+            "generation and prompt lookup need a model without `kvm_attention` layers for now; to reuse a prompt, "
+            "`copy.deepcopy` its cache before continuing."
+        )
+
+
+def _put(buffer: torch.Tensor, new: torch.Tensor, dim: int, start: int, copy: bool) -> torch.Tensor:
+    """`buffer` with `new` written at `start`, in place or in a copy."""
     size = new.shape[dim]
-    grad = torch.is_grad_enabled() and (buffer.requires_grad or new.requires_grad)
-    if grad or buffer.is_inference() != torch.is_inference_mode_enabled():
+    if copy:
         after = buffer.narrow(dim, start + size, buffer.shape[dim] - start - size)
         return torch.cat([buffer.narrow(dim, 0, start), new.to(buffer.dtype), after], dim=dim)
     buffer.narrow(dim, start, size).copy_(new)

@@ -1,13 +1,15 @@
 """What a Llama-style KVM model is: names, defaults, and checks. No computation."""
 
+import math
+
 from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
 
 LAYER_TYPES = ("kvm_attention", "full_attention", "sliding_attention")
 STATE_BUDGETS = ("fixed", "power_law", "saturation")
 STATE_TREATMENTS = ("normalized", "positional")
-# Types of RoPE whose frequencies depend on the length of the sequence: a key could not be turned back later.
-UNSTABLE_ROPE_TYPES = ("dynamic", "longrope")
+# Types of RoPE with constant frequencies: where they change with the length, a key could not be turned back later.
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 @strict
@@ -33,7 +35,8 @@ class KVMConfig(PreTrainedConfig):
             Default: yes in `"normalized"`, no in `"positional"`.
         gate_appends, gate_initial_state: whether that holds for tokens that found a row, and for the first chunk too.
         value_radius: read a row's value as direction times the length of its founding value (else as the mean).
-        region_temperatures: learned scales per head for the keys of the state and of the window.
+        region_temperatures: learned scales per head for the keys of the state and of the window (a window's nearer to
+            zero than 1e-4 counts as 1e-4).
         state_treatment: `"normalized"`: the paper's, which ignores the rotary channels of keys and needs some without
             rotation (`partial_rotary_factor < 1`); `"positional"`: ours, for models that rotate every channel; the
             default when all channels are rotated.
@@ -94,6 +97,11 @@ class KVMConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs):
         if self.head_dim is None:
+            if self.num_attention_heads < 1 or self.hidden_size % self.num_attention_heads:
+                raise ValueError(
+                    f"`hidden_size` {self.hidden_size} is not a multiple of `num_attention_heads` "
+                    f"{self.num_attention_heads}. Give another, or `head_dim`."
+                )
             self.head_dim = self.hidden_size // self.num_attention_heads
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
@@ -149,16 +157,15 @@ class KVMConfig(PreTrainedConfig):
                 f"Choose them so that their product is even and at most `head_dim`."
             )
         rope_type = self.rope_parameters.get("rope_type")
-        if rope_type in UNSTABLE_ROPE_TYPES and "kvm_attention" in self.layer_types:
+        if rope_type not in ROPE_TYPES:
             raise ValueError(
-                f"RoPE type {rope_type!r} changes its frequencies with the length of the sequence, so keys that the "
-                "state holds cannot be compared with later ones. Use a type with constant frequencies: 'default', "
-                "'linear', 'llama3' or 'yarn'."
+                f"RoPE type {rope_type!r} is not supported: keys in the state must be comparable with later ones, which "
+                f"needs constant frequencies. Types that have them: {', '.join(ROPE_TYPES)}."
             )
         if self.no_rope_layers is not None and len(self.no_rope_layers) < self.num_hidden_layers:
             raise ValueError(
                 f"`no_rope_layers` has {len(self.no_rope_layers)} entries for {self.num_hidden_layers} layers; "
-                "give one per layer (1 with RoPE, 0 without), or None."
+                "give at least one per layer (1 with RoPE, 0 without), or None."
             )
 
     def validate_layer_type(self):
@@ -192,6 +199,11 @@ class KVMConfig(PreTrainedConfig):
             raise ValueError(
                 f"`state_budget` 'saturation' needs `state_saturation` of 1 or more, got {self.state_saturation}."
             )
+        if not 0 < self.state_growth_factor < math.inf or not 0 <= self.state_growth_exponent <= 1:
+            raise ValueError(
+                f"`state_growth_factor` must be positive and `state_growth_exponent` between 0 and 1, got "
+                f"{self.state_growth_factor} and {self.state_growth_exponent}."
+            )
         if self.num_sink_tokens >= self.chunk_size:
             raise ValueError(
                 f"`num_sink_tokens` {self.num_sink_tokens} leaves no row to merge into: the state starts with "
@@ -219,9 +231,9 @@ class KVMConfig(PreTrainedConfig):
                 "`state_treatment` 'normalized' sees only channels without rotation, and this model rotates all "
                 f"{self.head_dim}. Use 'positional', or a `partial_rotary_factor` below 1."
             )
-        if self.state_treatment == "positional" and self.gate_keys != self.gate_values:
+        if (self.state_treatment == "positional" or self.count_bias) and self.gate_keys != self.gate_values:
             raise ValueError(
-                f"`state_treatment` 'positional' weighs keys, values and positions by one gate: `gate_keys` "
+                f"`state_treatment` 'positional' and a `count_bias` weigh a token by one gate: `gate_keys` "
                 f"{self.gate_keys} and `gate_values` {self.gate_values} must be equal."
             )
 

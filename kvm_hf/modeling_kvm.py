@@ -39,8 +39,9 @@ from .state_kvm import NormalizedKeys, PositionalKeys, StateRule
 # transformers 5.24 calls the cache `cache` in inputs and outputs, releases before it `past_key_values`.
 CACHE_NAME = "cache" if "cache" in {field.name for field in fields(BaseModelOutputWithPast)} else "past_key_values"
 
-# Window temperatures nearer to zero count as this, since the state's keys are scaled by the ratio of the two.
-LEAST_TEMPERATURE = 1e-6
+# Window temperatures nearer to zero count as this: the state's keys are scaled by the ratio of the two, which has to
+# fit into float16.
+LEAST_TEMPERATURE = 1e-4
 
 AUTO_MAP = {
     "AutoConfig": "configuration_kvm.KVMConfig",
@@ -208,6 +209,17 @@ class KVMAttention(KVMDotProductAttention):
             return NormalizedKeys(self.state_norm, self.config.rotary_channels if self.use_rope else 0)
         return PositionalKeys(rotary.rotate if self.use_rope else lambda keys, positions, inverse: keys)
 
+    def _window_scale(self) -> torch.Tensor:
+        """The window's temperature, `[G, 1, 1]`."""
+        window = self.window_temperature[:, None, None]
+        return torch.where(window.abs() < LEAST_TEMPERATURE, torch.full_like(window, LEAST_TEMPERATURE), window)
+
+    def _state_scale(self) -> torch.Tensor | float:
+        """What the keys of the state are multiplied by, `[G, 1, 1]`."""
+        if not self.config.region_temperatures:
+            return 1.0
+        return self.state_temperature[:, None, None] / self._window_scale()
+
     def forward(self, hidden, position_embeddings, attention_mask, cache, position_ids, rotary):
         query, key, value = self.project(hidden, position_embeddings)
 
@@ -217,12 +229,8 @@ class KVMAttention(KVMDotProductAttention):
 
         # The temperature of window keys is put on the queries, and its inverse on the state's keys: the same scores,
         # while the buffer holds the keys that the state will need.
-        state_scale = None
         if self.config.region_temperatures:
-            window = self.window_temperature[:, None, None]
-            window = torch.where(window.abs() < LEAST_TEMPERATURE, torch.full_like(window, LEAST_TEMPERATURE), window)
-            query = query * repeat_heads(window[None], self.num_key_value_groups).to(query.dtype)
-            state_scale = self.state_temperature[:, None, None] / window
+            query = query * repeat_heads(self._window_scale()[None], self.num_key_value_groups).to(query.dtype)
 
         step = KVMStep(
             rule=self.rule,
@@ -230,7 +238,7 @@ class KVMAttention(KVMDotProductAttention):
             queries=query,
             gates=gates,
             positions=position_ids.expand(hidden.shape[:2]),
-            state_scale=state_scale,
+            state_scale=self._state_scale,
             bias_channels=bias_channels(self.config._attn_implementation, self.rule.count_bias),
             attend=partial(attend, self, dropout=self.attention_dropout if self.training else 0.0),
         )
@@ -261,7 +269,8 @@ class KVMPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["KVMDecoderLayer"]
-    _skip_keys_device_placement = ["past_key_values", "cache"]
+    # `rotary` is a module; accelerate would move it, and with it the model's own.
+    _skip_keys_device_placement = ["past_key_values", "cache", "rotary"]
     _supports_flash_attn = True
     _supports_sdpa = True
     _supports_flex_attn = True
@@ -310,10 +319,11 @@ class KVMModel(KVMPreTrainedModel):
         past_key_values: Cache | None = None,
         **kwargs,
     ) -> BaseModelOutputWithPast:
-        """As transformers' `LlamaModel.forward`; `past_key_values` is the older name of `cache`.
+        """As transformers' `LlamaModel.forward`; `past_key_values` is the older name of `cache`. Given `position_ids`
+        must go up by one and continue those that the cache has seen.
 
         Raises:
-            ValueError: padding, packed sequences, 4D masks or `output_attentions`, which KVM layers do not take; a
+            ValueError: an empty input; padding, packed sequences, 4D masks or `output_attentions`, which KVM layers do not take; a
                 cache that was not made for this model.
         """
         if (input_ids is None) == (inputs_embeds is None):
@@ -361,17 +371,37 @@ class KVMModel(KVMPreTrainedModel):
         cache = past_key_values if cache is None else cache
         if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
             # The layers run twice, so they must not write to a cache (merge_with_config_defaults warned already).
+            if cache is not None and cache.get_seq_length():
+                raise ValueError(
+                    "Gradient checkpointing replays the layers, so a filled cache cannot be continued. Give the whole "
+                    "sequence, or call `model.gradient_checkpointing_disable()`."
+                )
             return None
         if cache is None:
             return KVMCache(self.config) if use_cache else None
-        kinds = [getattr(layer, "_layer_type", None) for layer in getattr(cache, "layers", ())]
-        wanted = [kind if kind == "kvm_attention" else None for kind in self.config.layer_types]
+        self._check_cache(cache)
+        return cache
+
+    def _check_cache(self, cache: Cache) -> None:
+        """Refuses a cache that was made for other layers, or whose layers are not in step."""
+        layers = getattr(cache, "layers", ())
+        windows = {"kvm_attention": None, "full_attention": None, "sliding_attention": self.config.sliding_window}
+        wanted = [(kind == "kvm_attention", windows[kind]) for kind in self.config.layer_types]
+        kinds = [
+            (getattr(layer, "_layer_type", None) == "kvm_attention", getattr(layer, "sliding_window", None))
+            for layer in layers
+        ]
         if kinds != wanted:
             raise ValueError(
                 f"The cache ({type(cache).__name__}) was not made for this model's layers. Use "
                 "`KVMCache(model.config)`, or `DynamicCache(config=model.config)`, or let `generate()` make one."
             )
-        return cache
+        seen = {layer.get_seq_length() for layer in layers}
+        if len(seen) > 1:
+            raise ValueError(
+                f"The layers of the cache have seen different numbers of tokens ({sorted(seen)}): an earlier call failed "
+                "half-way, or some of them were cropped. Start again with a new cache."
+            )
 
 
 def _refuse_unsupported(attention_mask, position_ids, shape, cu_seq_lens) -> None:
@@ -471,6 +501,8 @@ class KVMForQuestionAnswering(_KnowsItsBase, GenericForQuestionAnswering, KVMPre
     """KVM model that marks the span of an answer."""
 
 
-for _auto_class, _path in AUTO_MAP.items():
-    if _auto_class != "AutoConfig":
-        globals()[_path.split(".")[1]].register_for_auto_class(_auto_class)
+KVMModel.register_for_auto_class("AutoModel")
+KVMForCausalLM.register_for_auto_class("AutoModelForCausalLM")
+KVMForSequenceClassification.register_for_auto_class("AutoModelForSequenceClassification")
+KVMForTokenClassification.register_for_auto_class("AutoModelForTokenClassification")
+KVMForQuestionAnswering.register_for_auto_class("AutoModelForQuestionAnswering")

@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -39,6 +38,29 @@ def test_everything_but_weights_config_and_card_survives_byte_for_byte(source, t
     assert config["model_type"] == "kvm" and config["architectures"] == ["KVMForCausalLM"]
     assert config["rope_parameters"] == original["rope_parameters"]
     assert "llama" not in json.dumps(config).lower()
+
+
+def test_what_the_source_leaves_open_is_left_open(tmp_path):
+    """`None` in the source must not turn into a default of ours: generation would stop at a wrong token."""
+    source = make_source(tmp_path / "source", bos_token_id=None, eos_token_id=None)
+    config = convert(source, tmp_path / "target", OPTIONS).config
+    assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (None, None, None)
+
+
+def test_a_hub_source_is_refused_by_its_config_before_its_weights_are_fetched(source, tmp_path, monkeypatch):
+    fetched = []
+
+    def snapshot(name, allow_patterns):
+        fetched.append(allow_patterns)
+        return source
+
+    monkeypatch.setattr("conversion.source.snapshot_download", snapshot)
+    with pytest.raises(RetrofitError, match="max_position_embeddings"):
+        convert("somebody/model", tmp_path / "target", RetrofitOptions(chunk_size=4096))
+    assert fetched == [["config.json"]]
+    convert("somebody/model", tmp_path / "target", OPTIONS)
+    card = ModelCard.load(tmp_path / "target" / "README.md")
+    assert card.data.base_model == "somebody/model"
 
 
 def test_the_card_says_what_was_done_and_keeps_the_licence(source, tmp_path):
@@ -90,7 +112,7 @@ def test_peak_memory_stays_below_a_fraction_of_the_checkpoint(tmp_path):
     assert size > 700 * 2**20 and len(list(source.glob("*.safetensors"))) >= 10
     script = """
 import sys, resource
-from conversion import convert, RetrofitOptions, make_plan
+from conversion import convert, RetrofitOptions
 base = None
 def on_plan(plan):
     global base
@@ -101,7 +123,6 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - base) * 1024)
     result = subprocess.run([sys.executable, "-c", script, source, tmp_path / "target"], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert int(result.stdout.split()[-1]) < 16 * 2**20 + 64 * 2**20
-    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss > 0
 
 
 def test_a_killed_run_leaves_nothing_that_looks_finished_and_a_rerun_completes_it(tmp_path):
@@ -147,7 +168,22 @@ def test_leftovers_of_another_plan_are_not_mixed_in(source, tmp_path):
     work = tmp_path / "target.incomplete"
     work.mkdir()
     (work / "model.safetensors").write_bytes(b"half a file")
-    (work / PLAN_FILE).write_text(json.dumps({"fingerprint": "of something else"}))
+    (work / PLAN_FILE).write_text("of something else")
+    convert(source, tmp_path / "target", OPTIONS)
+    AutoModelForCausalLM.from_pretrained(tmp_path / "target")
+
+
+def test_a_folder_of_the_users_in_the_way_is_left_alone(source, tmp_path):
+    (tmp_path / "target.incomplete").mkdir()
+    (tmp_path / "target.incomplete" / "thesis.txt").write_text("do not lose")
+    with pytest.raises(RetrofitError, match="is not ours"):
+        convert(source, tmp_path / "target", OPTIONS)
+    assert (tmp_path / "target.incomplete" / "thesis.txt").exists()
+
+
+def test_a_half_written_marker_does_not_block_a_rerun(source, tmp_path):
+    (tmp_path / "target.incomplete").mkdir()
+    (tmp_path / "target.incomplete" / PLAN_FILE).write_text("")
     convert(source, tmp_path / "target", OPTIONS)
     AutoModelForCausalLM.from_pretrained(tmp_path / "target")
 
@@ -184,14 +220,14 @@ def test_a_target_that_is_not_empty_is_left_alone(source, tmp_path):
     assert (target / "config.json").exists()
 
 
-@pytest.mark.parametrize("damage", ["truncated", "garbage", "missing", "missing shard"])
+@pytest.mark.parametrize("damage", ["truncated", "garbage", "missing", "missing shard", "index"])
 def test_damaged_weights_are_refused_before_anything_is_written(tmp_path, damage):
-    source = make_source(tmp_path / "source", shard_size="20KB" if damage == "missing shard" else "5GB")
-    file = sorted(source.glob("*.safetensors"))[-1]
+    source = make_source(tmp_path / "source", shard_size="20KB" if damage in ("missing shard", "index") else "5GB")
+    file = sorted(source.glob("*.safetensors" if damage != "index" else "*.index.json"))[-1]
     if damage == "truncated":
         file.write_bytes(file.read_bytes()[:-100])
-    elif damage == "garbage":
-        file.write_bytes(b"\xff" * 1000)
+    elif damage in ("garbage", "index"):
+        file.write_bytes(b"\x7f" * 1000)
     else:
         file.unlink()
     with pytest.raises(RetrofitError, match=file.name):
@@ -225,6 +261,8 @@ def test_tensors_that_do_not_fit_are_refused_by_name(source, tmp_path, what):
         (dict(layers="7"), "layers 0 to 2"),
         (dict(layers="a"), "not understood"),
         (dict(layers="every:0"), "not understood"),
+        (dict(layers="every:-1"), "not understood"),
+        (dict(layers="2-1"), "names nothing"),
         (dict(layers=""), "not understood"),
         (dict(shard_size=0), "shard-size"),
     ],

@@ -1,19 +1,17 @@
 """`retrofit verify`: its numbers are those of a plain computation, it says what does not fit, it can be interrupted."""
 
 import json
-import sys
 
 import pytest
 import torch
 from small_sources import make_source
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from conversion import RetrofitError, RetrofitOptions, VerifyOptions, convert, verify
-from conversion.verify import BYTES, FULL, ROWS, TARGET, WINDOW, windowed
+from conversion import RetrofitError, RetrofitOptions, VerifyOptions, convert, verification, verify
+from conversion.verification import BYTES, FULL, ROWS, TARGET, WINDOW, windowed
 from kvm_hf import KVMCache
 
 RETROFIT = RetrofitOptions(chunk_size=4, window_chunks=2, sinks=2, growth=2.0)
-verification = sys.modules["conversion.verify"]  # `conversion.verify` is the function
 OPTIONS = VerifyOptions(tokens=60, pieces=2, needles=2, needle_tokens=(150,), dtype="float64", device="cpu")
 
 
@@ -44,17 +42,13 @@ def test_the_numbers_are_those_of_a_plain_computation(pair):
         )
         assert report["loss"]["beyond"][name] == pytest.approx(losses[name][:, 15:].mean().item(), abs=1e-5)
         assert report["loss"]["by_block"][name][0] == pytest.approx(losses[name][:, :7].mean().item(), abs=1e-5)
-    assert report["loss"]["blocks"] == [(0, 8), (8, 16), (16, 32), (32, 60)]
+    assert report["loss"]["blocks"] == [[0, 8], [8, 16], [16, 32], [32, 60]]
     assert report["window_exactness"] <= 1e-5
     closed = report["loss"]["gap_closed"]
     assert closed[FULL] == 1 and closed[WINDOW] == 0
     assert list(report["loss"]["by_block"]) == [FULL, WINDOW, ROWS, BYTES, TARGET]
-    assert len(report["needles"][150][TARGET]) == 2
-    assert report == json.loads((target / "verify.json").read_text()) | {
-        "needles": report["needles"],
-        "loss": report["loss"],
-        "options": report["options"],
-    }
+    assert len(report["needles"]["150"][TARGET]) == 2
+    assert report == json.loads((target / "verify.json").read_text())
     assert (target / "verify.png").stat().st_size > 10_000
     assert not (target / "verify.partial.json").exists()
 
@@ -143,3 +137,30 @@ def test_models_that_do_not_belong_together_are_refused(pair, tmp_path):
         verify(other, target, OPTIONS, text=text)
     with pytest.raises(RetrofitError, match="not a model folder"):
         verify(source, tmp_path / "nowhere", OPTIONS, text=text)
+
+
+@pytest.mark.parametrize("kind", ["missing", "binary", "empty"])
+def test_a_text_that_cannot_be_read_is_said(pair, kind):
+    source, target, text = pair
+    if kind == "missing":
+        text.unlink()
+    else:
+        text.write_bytes(b"\xff\xfe\x00" if kind == "binary" else b"")
+    with pytest.raises(RetrofitError, match="text"):
+        verify(source, target, OPTIONS, text=text)
+
+
+def test_numbers_of_another_build_of_the_target_are_not_reused(pair, monkeypatch):
+    source, target, text = pair
+    honest = verification._recalls
+    monkeypatch.setattr(verification, "_recalls", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        verify(source, target, OPTIONS, text=text)
+    monkeypatch.setattr(verification, "_recalls", honest)
+    weights = target / "model.safetensors"
+    weights.write_bytes(weights.read_bytes())
+    calls = []
+    losses = verification._token_losses
+    monkeypatch.setattr(verification, "_token_losses", lambda *args: calls.append(1) or losses(*args))
+    verify(source, target, OPTIONS, text=text)
+    assert len(calls) == 10

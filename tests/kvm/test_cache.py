@@ -193,6 +193,29 @@ def test_a_prompt_read_in_inference_mode_is_continued_outside_of_it():
         assert (logits - model(ids, use_cache=False).logits[:, 3 * L + 1 :]).abs().max() <= 1e-9
 
 
+@pytest.mark.parametrize("trained", ["q_proj", "k_proj", ""])
+def test_what_autograd_saved_is_not_written_over(trained):
+    """Several calls on one cache, some with gradients, some without, in any mix of trained and frozen parameters."""
+    model = make_model()
+    ids = random_ids(model, 4 * L + 2)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(trained in name)
+
+    def gradients(*sizes):
+        model.zero_grad()
+        cache, logits, start = KVMCache(model.config), [], 0
+        for size in sizes:
+            logits.append(model(ids[:, start : start + size], past_key_values=cache).logits)
+            start += size
+        run_in_pieces(model, ids[:, start : start + 2], [1], cache)
+        torch.cat(logits, 1).pow(2).sum().backward()
+        return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+    whole, pieces = gradients(4 * L), gradients(L + 1, 2, 1, 3 * L - 4)
+    assert len(whole) > 0
+    assert all(torch.allclose(a, b, rtol=1e-7, atol=1e-8) for a, b in zip(whole, pieces, strict=True))
+
+
 def test_a_cache_that_does_not_fit_is_refused():
     model = make_model()
     ids = random_ids(model, 3)
@@ -209,6 +232,9 @@ def test_a_cache_that_does_not_fit_is_refused():
             make_model(dtype=torch.float32)(ids, past_key_values=cache)
         for other in (
             DynamicCache(),
+            KVMCache(
+                KVMConfig(**{**SMALL, "layer_types": ["kvm_attention", "sliding_attention"], "sliding_window": 5})
+            ),
             DynamicCache(config=KVMConfig(**{**SMALL, "num_hidden_layers": 3})),
             KVMCache(KVMConfig(**{**SMALL, "layer_types": ["kvm_attention", "full_attention"]})),
         ):
@@ -223,6 +249,39 @@ def test_dropping_tokens_is_refused_in_a_sentence():
     run_in_pieces(model, random_ids(model, 3 * L), [3 * L], cache)
     with pytest.raises(ValueError, match="cannot drop 2 tokens"):
         cache.crop(-2)
+
+
+def test_a_refused_crop_leaves_a_mixed_cache_as_it_was():
+    model = make_model(num_hidden_layers=2, layer_types=["full_attention", "kvm_attention"])
+    ids = random_ids(model, 3 * L)
+    ours, plain = KVMCache(model.config), DynamicCache(config=model.config)
+    for cache in (ours, plain):
+        run_in_pieces(model, ids, [3 * L], cache)
+        with pytest.raises(ValueError, match="cannot drop"):
+            cache.crop(-2)
+    assert [layer.get_seq_length() for layer in ours.layers] == [3 * L, 3 * L]
+    with pytest.raises(ValueError, match="different numbers of tokens"):
+        model(ids[:, :1], past_key_values=plain)  # transformers cropped its layer first
+
+
+def test_a_cache_whose_layers_are_out_of_step_is_refused():
+    """As a call that failed half-way leaves it."""
+    model = make_model()
+    cache = KVMCache(model.config)
+    hook = model.model.layers[1].register_forward_pre_hook(lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(random_ids(model, 5), past_key_values=cache)
+    hook.remove()
+    with pytest.raises(ValueError, match="failed half-way"):
+        model(random_ids(model, 5), past_key_values=cache)
+
+
+@pytest.mark.parametrize("fields", [{}, MIXED], ids=["kvm", "mixed"])
+def test_beams_equal_beams_without_a_cache(fields):
+    model = make_model(**fields)
+    ids = random_ids(model, 3 * L + 1, batch=2)
+    options = dict(num_beams=3, num_return_sequences=2)
+    assert torch.equal(generate(model, ids, 10, **options), generate(model, ids, 10, use_cache=False, **options))
 
 
 def test_no_helper_that_transformers_has_removed_is_used():

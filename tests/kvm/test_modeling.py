@@ -13,6 +13,7 @@ from kvm_hf import (
     KVMForSequenceClassification,
     KVMForTokenClassification,
     KVMModel,
+    state_kvm,
 )
 
 L = 8
@@ -77,7 +78,7 @@ def test_gradients_reach_every_parameter(fields):
 
 @pytest.mark.parametrize("fields", [{}, dict(rope_parameters=HALF)])
 def test_gradients_of_merged_tokens_are_those_of_finite_differences(fields):
-    """A fixed state of four rows: tokens 4.. are merged, and reach later losses through the sums alone."""
+    """A fixed state of four rows, so that tokens from the fourth on are merged."""
     model = make_model(state_budget="fixed", state_size=4, **fields)
     embeds = model.model.embed_tokens(random_ids(model, 4 * L)).detach()
 
@@ -95,14 +96,23 @@ def test_gradients_of_merged_tokens_are_those_of_finite_differences(fields):
 
 
 @pytest.mark.parametrize("fields", [{}, dict(rope_parameters=HALF)])
-def test_autocast_keeps_the_state_in_float32_and_gives_nearly_the_same_loss(fields):
+def test_autocast_keeps_the_state_in_float32_and_gives_nearly_the_same_loss(fields, monkeypatch):
     model = make_model(dtype=torch.float32, **fields).train()
+    compared = set()
+    for treatment in (state_kvm.NormalizedKeys, state_kvm.PositionalKeys):
+
+        def similarity(self, *args, honest=treatment.similarity):
+            result = honest(self, *args)
+            compared.add(result.dtype)
+            return result
+
+        monkeypatch.setattr(treatment, "similarity", similarity)
     ids = random_ids(model, 5 * L)
     cache = KVMCache(model.config)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = model(ids, labels=ids, past_key_values=cache).loss
     loss.backward()
-    assert {part.dtype for part in cache.layers[0].state} == {torch.float32}
+    assert {part.dtype for part in cache.layers[0].state} == compared == {torch.float32}
     assert cache.layers[0].keys.dtype == torch.bfloat16
     assert abs(loss - model(ids, labels=ids).loss) < 0.05 * loss
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
@@ -236,12 +246,67 @@ def test_an_empty_input_is_refused():
         model(torch.zeros(1, 0, dtype=torch.long))
 
 
-def test_temperatures_of_zero_do_not_divide_by_zero():
-    model = make_model()
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_temperatures_of_zero_do_not_divide_by_zero(dtype):
+    model = make_model(dtype=dtype)
     with torch.no_grad():
         model.model.layers[0].self_attn.window_temperature.zero_()
         model.model.layers[1].self_attn.state_temperature.zero_()
         assert model(random_ids(model, 5 * L)).logits.isfinite().all()
+
+
+def test_gates_that_underflow_do_not_divide_by_zero():
+    model = make_model(gate_keys=True, gate_values=True, gate_initial_state=True)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.input_layernorm.weight.fill_(1)
+            layer.self_attn.merge_gate.weight.mul_(1e6)
+        assert model(random_ids(model, 6 * L)).logits.isfinite().all()
+
+
+def test_a_layer_without_rope_has_no_channels_to_ignore():
+    model = make_model(rope_parameters=HALF, no_rope_layers=[1, 0])
+    treatments = [layer.self_attn.treatment(model.model.rotary_emb) for layer in model.model.layers]
+    assert [treatment.rotary_channels for treatment in treatments] == [4, 0]
+
+
+def test_a_filled_cache_is_not_forgotten_under_gradient_checkpointing():
+    model = make_model()
+    cache = KVMCache(model.config)
+    ids = random_ids(model, 5)
+    model(ids, past_key_values=cache)
+    model.train().gradient_checkpointing_enable()
+    with pytest.raises(ValueError, match="cannot be continued"):
+        model(ids, past_key_values=cache)
+
+
+def test_layers_on_disk_give_the_same_logits(tmp_path):
+    model = make_model(dtype=torch.float32)
+    model.save_pretrained(tmp_path / "model")
+    places = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk", "model.norm": "cpu"}
+    split = KVMForCausalLM.from_pretrained(
+        tmp_path / "model",
+        device_map={**places, "model.rotary_emb": "cpu", "lm_head": "cpu"},
+        offload_folder=tmp_path / "offload",
+    )
+    ids = random_ids(model, 5 * L)
+    with torch.no_grad():
+        expected = model(ids).logits
+        for _ in range(2):
+            assert torch.equal(split(ids).logits, expected)
+
+
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_the_heads_take_both_names_of_the_cache(name):
+    model = KVMForTokenClassification(KVMConfig(**SMALL)).double().eval()
+    cache = KVMCache(model.config)
+    ids = random_ids(model, 3 * L)
+    with torch.no_grad():
+        whole = model(ids).logits
+        model(ids[:, : 2 * L], **{name: cache})
+        rest = model(ids[:, 2 * L :], **{name: cache}).logits
+    assert cache.get_seq_length() == 3 * L
+    assert (whole[:, 2 * L :] - rest).abs().max() <= 1e-9
 
 
 def test_tied_embeddings_stay_tied_after_resizing_and_saving(tmp_path):

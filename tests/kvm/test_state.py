@@ -9,11 +9,10 @@ from small_models import DATA
 
 from kvm_hf.attention_kvm import attend
 from kvm_hf.cache_kvm import KVMLayer, KVMStep
-from kvm_hf.state_kvm import NormalizedKeys, StateRule, budget, rows_after
+from kvm_hf.state_kvm import NormalizedKeys, StateRule, _first_highest, _lowest_first, budget, rows_after
 
 STATE_UPDATE = DATA / "state_update"
 MODES = json.loads((STATE_UPDATE / "meta.json").read_text())["modes"]
-UNLIMITED = 10**9
 
 
 def rule_of(config: dict) -> StateRule:
@@ -60,7 +59,7 @@ def run_recurrence(mode: str, sizes: list[int], inputs: dict[str, torch.Tensor])
     )
     use_temperature = bool(config["kvm_use_head_temps"])
     window = inputs["front_head_temp"][:, None, None] if use_temperature else 1.0
-    scale = inputs["state_head_temp"][:, None, None] / window if use_temperature else None
+    scale = inputs["state_head_temp"][:, None, None] / window if use_temperature else 1.0
     layer, outputs, states = KVMLayer(), [], []
     start = 0
     for size in sizes:
@@ -75,7 +74,7 @@ def run_recurrence(mode: str, sizes: list[int], inputs: dict[str, torch.Tensor])
                 queries=inputs["q"][:, :, piece] * window,
                 gates=inputs["merge_gate"][:, :, piece],
                 positions=positions,
-                state_scale=scale,
+                state_scale=lambda: scale,
                 bias_channels=0,
                 attend=lambda *args: attend(Head(16), *args, dropout=0.0),
             ),
@@ -126,6 +125,13 @@ def test_value_means_divide_by_the_tokens_in_the_row():
     assert_close(states[-1].value_sum, golden["s_v.final"])
     assert states[-1].count.sum(2).eq(48).all()  # six blocks of eight tokens, each counted once
     assert states[-1].count[:, :, 0].eq(1).all()  # nothing joins a sink
+
+
+def test_ties_go_to_the_lowest_row_and_the_first_tokens():
+    noise = torch.tensor([0.0, 1e-16, -1e-16, 1e-16], dtype=torch.float64)
+    assert _first_highest(1 + noise) == 0
+    assert _lowest_first(1 + noise, 2)[:2].tolist() == [0, 1]
+    assert _lowest_first(torch.tensor([3.0, 1.0, 2.0, 1.0, 2.0]), 3)[:3].sort().values.tolist() == [1, 2, 3]
 
 
 def test_gradients_equal_the_authors():

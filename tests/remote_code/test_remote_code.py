@@ -9,7 +9,9 @@ import textwrap
 import pytest
 import torch
 from small_models import generate, make_model, random_ids
+from transformers import AutoModelForCausalLM
 
+from conversion import RetrofitOptions, convert
 from kvm_hf import KVMForSequenceClassification
 
 # Hides our packages from the process, however they are installed.
@@ -105,6 +107,23 @@ def test_a_saved_head_carries_its_code(tmp_path):
         tmp_path / "cache",
     )
     assert loaded == "KVMForSequenceClassification"
+
+
+def test_a_converted_folder_loads_alone(source, tmp_path):
+    convert(source, tmp_path / "target", RetrofitOptions(chunk_size=4, window_chunks=2, sinks=1))
+    (tmp_path / "cache").mkdir()
+    ids = torch.randint(4, 40, (1, 30), generator=torch.Generator().manual_seed(0))
+    result = in_fresh_process(
+        f"""
+        model = AutoModelForCausalLM.from_pretrained({str(tmp_path / "target")!r}, trust_remote_code=True)
+        new = model.generate(torch.tensor({ids.tolist()}), max_new_tokens=10, do_sample=False)
+        print(json.dumps([new.tolist(), type(model).__module__]))
+        """,
+        tmp_path / "cache",
+    )
+    local = AutoModelForCausalLM.from_pretrained(tmp_path / "target")
+    assert result[0] == local.generate(ids, max_new_tokens=10, do_sample=False).tolist()
+    assert result[1].startswith("transformers_modules")
 
 
 def test_training_through_remote_code_reaches_the_causal_lm_api(saved):

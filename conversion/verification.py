@@ -1,6 +1,6 @@
 """How much of its source a retrofit keeps: exactness within the window, loss by position, recall, bytes.
 
-Every number is measured in the run that reports it. Two kinds of baseline are run on the source itself: attention
+Every number is measured, with these two models and these settings; an interrupted run is continued. Two kinds of baseline are run on the source itself: attention
 sinks with a sliding window of the target's window (the StreamingLLM pattern, arXiv 2309.17453), and the same with
 windows as long as the target's cache allows, counted in rows attended to and in bytes held.
 """
@@ -27,7 +27,7 @@ from kvm_hf.state_kvm import StateRule, rows_after
 
 from .errors import RetrofitError
 from .families import kvm_fields
-from .plan import DTYPES, PLANNED_LENGTHS, cache_bytes, full_config
+from .plan import DTYPES, PLANNED_LENGTHS, cache_bytes, full_config, kvm_layer_bytes
 from .source import open_source
 
 TEXT = Path(__file__).parent / "data" / "genesis.txt"
@@ -100,8 +100,7 @@ def verify(
             length: _needle_prompts(tokenizer, filler, length, config.window_size, options)
             for length in (options.needle_tokens if options.needles else ())
         }
-        device = options.device if options.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
-        load = {"dtype": DTYPES[options.dtype], "device_map": device}
+        load = {"dtype": DTYPES[options.dtype], "device_map": _device(options.device)}
         full = AutoModelForCausalLM.from_pretrained(opened.folder, attn_implementation="sdpa", **load).eval()
         kvm = AutoModelForCausalLM.from_pretrained(target, trust_remote_code=True, **load).eval()
 
@@ -115,7 +114,20 @@ def verify(
 
     output.mkdir(parents=True, exist_ok=True)
     total = 1 + len(runs) * len(pieces) + len(recalling) * sum(map(len, prompts.values()))
-    identity = [str(source), str(target), str(text), asdict(options), config.to_dict(), transformers.__version__]
+    weights = [
+        (path.name, path.stat().st_size, path.stat().st_mtime_ns)
+        for folder in (Path(source), Path(target))
+        for path in sorted(folder.glob("*.safetensors"))
+    ]
+    identity = [
+        str(source),
+        str(target),
+        weights,
+        str(text),
+        asdict(options),
+        config.to_dict(),
+        transformers.__version__,
+    ]
     journal = _Journal(output / "verify.partial.json", identity, total, on_step)
 
     exactness = journal.measure("window exactness", _window_exactness, full, kvm, pieces[0], config.window_size)
@@ -177,7 +189,9 @@ def verify(
         },
         "versions": {"transformers": transformers.__version__, "torch": torch.__version__},
     }
-    (output / "verify.json").write_text(json.dumps(report, indent=2) + "\n")
+    written = json.dumps(report, indent=2)
+    (output / "verify.json").write_text(written + "\n")
+    report = json.loads(written)
     plot(report, output / "verify.png")
     journal.close()
     return report
@@ -305,6 +319,17 @@ class _Journal:
         self.path.unlink()
 
 
+def _device(choice: str) -> torch.device:
+    if choice == "auto":
+        choice = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(choice)
+        torch.empty(0, device=device)
+        return device
+    except (RuntimeError, AssertionError) as error:
+        raise RetrofitError(f"The device {choice!r} cannot be used: {error}") from error
+
+
 def _target_config(target) -> KVMConfig:
     try:
         config = AutoConfig.from_pretrained(target)
@@ -319,7 +344,10 @@ def _target_config(target) -> KVMConfig:
 
 def _tokens(tokenizer, text: Path, options: VerifyOptions, config: KVMConfig):
     """Pieces of the text to read, `[1, tokens]` each, and what to hide passkeys in."""
-    ids = torch.tensor(tokenizer(Path(text).read_text(encoding="utf-8")).input_ids)
+    try:
+        ids = torch.tensor(tokenizer(Path(text).read_text(encoding="utf-8")).input_ids)
+    except (OSError, UnicodeDecodeError) as error:
+        raise RetrofitError(f"The text {text} cannot be read: {error}") from error
     need = max([options.tokens * options.pieces, *(options.needle_tokens if options.needles else ())])
     if len(ids) < need:
         raise RetrofitError(f"{text} has {len(ids)} tokens; {need} are needed. Use a longer text or fewer tokens.")
@@ -334,10 +362,7 @@ def _tokens(tokenizer, text: Path, options: VerifyOptions, config: KVMConfig):
 def _windows(config: KVMConfig, tokens: int, dtype: torch.dtype) -> dict[str, int]:
     """Window lengths of the baselines: the target's own, and what its rows and its bytes would pay for."""
     row = 2 * config.num_key_value_heads * config.head_dim * dtype.itemsize
-    kvm_only = KVMConfig(
-        **{**config.to_dict(), "layer_types": ["kvm_attention"], "num_hidden_layers": 1, "no_rope_layers": None}
-    )
-    held = cache_bytes(kvm_only, tokens, dtype)
+    held = kvm_layer_bytes(config, tokens, dtype)
     return {
         WINDOW: config.window_size,
         ROWS: config.window_size + _rows_at(config, tokens) - config.num_sink_tokens,
