@@ -52,17 +52,6 @@ def to_kvm(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No plan, no progress bar.")] = False,
 ) -> None:
     """Turn a Llama-style checkpoint into a KVM model, without training."""
-    options = RetrofitOptions(
-        layers=layers,
-        budget=budget,
-        growth=growth,
-        state_size=state_size,
-        chunk_size=chunk_size,
-        window_chunks=window_chunks,
-        sinks=sinks,
-        dtype=dtype,
-        shard_size=int(shard_size * 1e9),
-    )
     bar = None
 
     def on_plan(plan: RetrofitPlan) -> None:
@@ -73,10 +62,22 @@ def to_kvm(
             bar = tqdm(total=plan.nbytes, unit="B", unit_scale=True, desc="Writing weights", disable=quiet)
 
     with _friendly_errors():
+        if not 0 < shard_size < float("inf"):
+            raise RetrofitError(f"`--shard-size` must be a positive number of gigabytes, got {shard_size}.")
         convert(
             source,
             target,
-            options,
+            RetrofitOptions(
+                layers=layers,
+                budget=budget,
+                growth=growth,
+                state_size=state_size,
+                chunk_size=chunk_size,
+                window_chunks=window_chunks,
+                sinks=sinks,
+                dtype=dtype,
+                shard_size=int(shard_size * 1e9),
+            ),
             dry_run=dry_run,
             push_to_hub=push_to_hub,
             command=shlex.join(["retrofit", *sys.argv[1:]]),

@@ -138,9 +138,15 @@ def _make_tensor(plan: RetrofitPlan, tensor: TargetTensor) -> torch.Tensor:
     if origin.name is None:
         return torch.full(tensor.shape, origin.fill, dtype=tensor.dtype)
     try:
-        return plan.source.read(origin.name, origin.start, origin.stop).to(tensor.dtype)
+        original = plan.source.read(origin.name, origin.start, origin.stop)
     except SafetensorError as error:
         raise RetrofitError(f"Tensor {origin.name!r} of the source cannot be read: {error}") from error
+    made = original.to(tensor.dtype)
+    if made.dtype != original.dtype and not made.isfinite().all() and original.isfinite().all():
+        raise RetrofitError(
+            f"Tensor {origin.name!r} has values beyond the range of {tensor.dtype}; choose another --dtype."
+        )
+    return made
 
 
 def _write_index(plan: RetrofitPlan, work: Path) -> None:

@@ -64,12 +64,14 @@ class Family:
     Attributes:
         architecture: the class that its checkpoints name.
         fields: source config to the KVM fields that are not common to all families.
+        partial_rotary: whether its models heed `partial_rotary_factor`; the others rotate every channel all the same.
         missing: source config to what a KVM model lacks for it, in words; empty if nothing.
         origin: target tensor name and source config to where the tensor comes from.
     """
 
     architecture: str
     fields: Callable[[PreTrainedConfig], dict] = field(default=lambda config: {})
+    partial_rotary: bool = False
     missing: Callable[[PreTrainedConfig], list[str]] = field(default=_nothing)
     origin: Callable[[str, PreTrainedConfig], Origin] = field(default=_no_renaming)
 
@@ -147,6 +149,7 @@ FAMILIES = {
     "phi3": Family(
         "Phi3ForCausalLM",
         fields=_one_window,
+        partial_rotary=True,
         missing=_phi3_missing,
         origin=_phi3_origin,
     ),
@@ -212,5 +215,9 @@ def kvm_fields(config: PreTrainedConfig) -> dict:
     """Every field of the KVM config that follows from the source: the same model, all layers as they are there."""
     family = family_of(config)
     common = {name: getattr(config, name) for name in COMMON_FIELDS if hasattr(config, name)}
+    if not family.partial_rotary:
+        common["rope_parameters"] = {
+            name: value for name, value in config.rope_parameters.items() if name != "partial_rotary_factor"
+        }
     own = {"layer_types": ["full_attention"] * config.num_hidden_layers, **family.fields(config)}
     return {**common, **own}

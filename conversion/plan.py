@@ -101,7 +101,9 @@ class RetrofitPlan:
         facts = {
             "options": asdict(self.options),
             "config": self.config.to_dict(),
-            "source": [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in self.source.weight_files],
+            "source": [
+                (str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in self.source.weight_files
+            ],
             "shards": {name: [tensor.name for tensor in shard] for name, shard in self.shards.items()},
         }
         return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
@@ -115,7 +117,8 @@ def make_plan(source: Source, options: RetrofitOptions) -> RetrofitPlan:
     """
     config, converted = target_config(source.config, options)
     config.dtype = _target_dtype(source, options)
-    tensors = _target_tensors(source, config)
+    config.tie_word_embeddings = config.tie_word_embeddings and not _has_own_head(source)
+    tensors = _target_tensors(source, config, options.dtype == "auto")
     shards = _into_shards(tensors, options.shard_size)
     return RetrofitPlan(source, options, config, full_config(source.config), converted, shards)
 
@@ -159,8 +162,8 @@ def select_layers(choice: str, layer_types: list[str]) -> list[int]:
             return list(range(0, count, step))
         selected = set()
         for part in choice.split(","):
-            first, _, last = part.partition("-")
-            selected |= set(range(int(first), int(last or first) + 1))
+            first, dash, last = part.partition("-")
+            selected |= set(range(int(first), int(last if dash else first) + 1))
     except ValueError as error:
         raise RetrofitError(
             f"`--layers {choice}` is not understood; use `all`, `every:N`, or numbers and ranges like `0,3,8-11`."
@@ -232,13 +235,28 @@ def _config(fields: dict) -> KVMConfig:
 
 
 def _target_dtype(source: Source, options: RetrofitOptions) -> torch.dtype:
+    """What the target's config says; with `auto` each tensor keeps its own."""
     if options.dtype != "auto":
         return DTYPES[options.dtype]
+    if source.config.dtype is not None:
+        return source.config.dtype
     dtypes = [info.dtype for info in source.tensors.values()]
     return max(set(dtypes), key=dtypes.count)
 
 
-def _target_tensors(source: Source, config: KVMConfig) -> list[TargetTensor]:
+def _has_own_head(source: Source) -> bool:
+    """Whether a model that calls its head tied has stored another one; transformers then does not tie them."""
+    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+    if not {head, embedding} <= set(source.tensors):
+        return False
+    rows = source.tensors[head].shape[0]
+    return any(
+        not torch.equal(*(source.read(name, start, start + 4096) for name in (head, embedding)))
+        for start in range(0, rows, 4096)
+    )
+
+
+def _target_tensors(source: Source, config: KVMConfig, keeps_dtypes: bool) -> list[TargetTensor]:
     """Every parameter of the target with its origin; every tensor of the source must be used, in full."""
     family = family_of(source.config)
     with torch.device("meta"):
@@ -253,8 +271,8 @@ def _target_tensors(source: Source, config: KVMConfig) -> list[TargetTensor]:
             tensors.append(TargetTensor(name, shape, config.dtype, Origin(None, fill=1.0)))
             continue
         origin = family.origin(name, source.config)
-        tensors.append(TargetTensor(name, shape, config.dtype, origin))
         if origin.name is None:
+            tensors.append(TargetTensor(name, shape, config.dtype, origin))
             continue
         info = source.tensors.get(origin.name)
         if info is None:
@@ -265,6 +283,8 @@ def _target_tensors(source: Source, config: KVMConfig) -> list[TargetTensor]:
                 f"Tensor {origin.name!r} of the source has shape {info.shape}, but its config asks for "
                 f"{shape} in {name!r}."
             )
+        dtype = info.dtype if keeps_dtypes else config.dtype
+        tensors.append(TargetTensor(name, shape, dtype, origin))
         used[origin.name] = used.get(origin.name, 0) + rows
     # A tied head may be stored all the same, and old checkpoints hold RoPE tables that follow from the config.
     spare = tied | {name for name in source.tensors if name.endswith("rotary_emb.inv_freq")}

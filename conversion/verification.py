@@ -86,15 +86,16 @@ def verify(
     Raises:
         RetrofitError: the two models do not belong together, or the text is too short.
     """
-    if options.dtype not in DTYPES:
-        raise RetrofitError(f"`--dtype {options.dtype}` is not known; use one of {', '.join(DTYPES)}.")
+    _check_options(options)
     config = _target_config(target)
     output = Path(output if output is not None else target)
+    if output.exists() and not output.is_dir():
+        raise RetrofitError(f"`--output {output}` is a file; name a folder.")
     with tempfile.TemporaryDirectory() as scratch, open_source(source, Path(scratch) / "source") as opened:
         full_fields = kvm_fields(opened.config)
         if full_fields["num_hidden_layers"] != config.num_hidden_layers:
             raise RetrofitError(f"{target} was not made from {source}: their layers differ.")
-        tokenizer = AutoTokenizer.from_pretrained(opened.folder)
+        tokenizer = _tokenizer(opened.folder)
         pieces, filler = _tokens(tokenizer, text or TEXT, options, config)
         prompts = {
             length: _needle_prompts(tokenizer, filler, length, config.window_size, options)
@@ -203,6 +204,8 @@ def print_report(report: dict, out: Console) -> None:
     out.print(
         f"Largest logit difference within the first {window} tokens: [bold]{report['window_exactness']:.1e}[/bold]"
     )
+    if report["window_exactness"] > 1e-2:
+        out.print("[bold red]That is far more than rounding: the target was not made from this source.[/bold red]")
     loss = report["loss"]
     table = Table("Mean loss at tokens", *(f"{first}-{last}" for first, last in loss["blocks"]), "gap closed")
     for name, values in loss["by_block"].items():
@@ -298,10 +301,11 @@ class _Journal:
     def __init__(self, path: Path, identity, total: int, on_step):
         self.path, self.total, self.on_step, self.done = path, total, on_step, 0
         self.identity = json.loads(json.dumps(identity, default=str))
-        self.results = {}
-        if path.is_file():
+        try:
             kept = json.loads(path.read_text())
             self.results = kept["results"] if kept["identity"] == self.identity else {}
+        except (OSError, ValueError, KeyError):
+            self.results = {}  # nothing to go on from
 
     def measure(self, what: str, function: Callable, *args):
         """The result of `function(*args)`, from this run or the one that was interrupted."""
@@ -317,6 +321,21 @@ class _Journal:
     def close(self) -> None:
         self.on_step(self.total, self.total, "done")
         self.path.unlink()
+
+
+def _check_options(options: VerifyOptions) -> None:
+    if options.dtype not in DTYPES:
+        raise RetrofitError(f"`--dtype {options.dtype}` is not known; use one of {', '.join(DTYPES)}.")
+    for name, least in (("pieces", 1), ("needles", 0), ("tokens", 1)):
+        if getattr(options, name) < least:
+            raise RetrofitError(f"`--{name} {getattr(options, name)}` is too few; use {least} or more.")
+
+
+def _tokenizer(folder: Path):
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # transformers has many, depending on which file is missing
+        raise RetrofitError(f"The source {folder} has no tokenizer that can be loaded: {error}") from error
 
 
 def _device(choice: str) -> torch.device:

@@ -9,11 +9,12 @@ Depends on `state_kvm` for the mathematics and on transformers' cache protocol.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from transformers.cache_utils import CacheLayerMixin, DynamicCache
+from transformers.cache_utils import CacheLayerMixin, DynamicCache, StaticLayer
 
 from .state_kvm import Block, KeyTreatment, State, StateRule, absorb, found, readout
 
@@ -48,6 +49,7 @@ class KVMLayer(CacheLayerMixin):
         gates: `[B, G, L, 1]`, or None; positions: `[B, L]`. Those of the window's tokens, for when they leave it.
         state: the raw sums, at least float32; None until the first chunk leaves the window.
         in_graph: whether autograd may still need what the buffers hold, so that they must not be written in place.
+        unfinished: whether a call began and did not end, so that nobody knows what is held.
     """
 
     _layer_type = "kvm_attention"
@@ -65,7 +67,7 @@ class KVMLayer(CacheLayerMixin):
         self.keys = self.values = self.bias = self.gates = self.positions = self.state = None
         self.rule = None
         self.fill = 0
-        self.in_graph = False
+        self.in_graph = self.unfinished = False
         self.is_initialized = False
 
     # What transformers asks of a cache layer
@@ -152,11 +154,11 @@ class KVMLayer(CacheLayerMixin):
         )
         copy = tracked or self.in_graph or self.keys.is_inference() != torch.is_inference_mode_enabled()
 
+        self.unfinished = True
         total, done, outputs = key_states.shape[2], 0, []
         while done < total:
             if self.fill == self.rule.window_size:
-                # Which row a token joins must not depend on whether training runs under autocast.
-                with torch.autocast(self.keys.device.type, enabled=False):
+                with _without_autocast(self.keys.device.type):
                     self._open_chunk(step)
             size = min(total - done, self.rule.window_size - self.fill)
             piece = slice(done, done + size)
@@ -177,7 +179,7 @@ class KVMLayer(CacheLayerMixin):
                 )
             )
             done += size
-        self.in_graph = tracked
+        self.in_graph, self.unfinished = tracked, False
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1), None
 
     @property
@@ -236,6 +238,8 @@ class KVMLayer(CacheLayerMixin):
 
     def _check(self, key_states: torch.Tensor, step: KVMStep) -> None:
         """Refuses tokens that do not continue what the layer holds."""
+        if self.unfinished:
+            raise ValueError("An earlier call with this cache failed half-way. Start again with a new cache.")
         batch, heads, _, dim = key_states.shape
         held = (self.keys.shape[0], self.keys.shape[1], self.values.shape[-1])
         if held[0] != batch:
@@ -253,6 +257,18 @@ class KVMLayer(CacheLayerMixin):
                 f"The cache was filled with keys in {self.keys.dtype} for another attention implementation or dtype "
                 f"than this call's ({key_states.dtype}). Use a new cache."
             )
+
+
+class KVMStaticLayer(StaticLayer):
+    """What transformers finds when it is asked for a static cache: a refusal."""
+
+    _layer_type = "kvm_attention"
+
+    def __init__(self, *args, **kwargs):
+        raise ValueError(
+            "A static cache is not available for `kvm_attention` layers, whose state grows by its own rule. Leave "
+            "`cache_implementation` out: the default cache of a KVM model is bounded already."
+        )
 
 
 class KVMCache(DynamicCache):
@@ -279,6 +295,13 @@ class KVMCache(DynamicCache):
             for tensor in (layer.tensors().values() if hasattr(layer, "tensors") else (layer.keys, layer.values))
             if tensor is not None
         )
+
+
+def _without_autocast(device_type: str):
+    """Which row a token joins must not depend on whether training runs under autocast."""
+    if torch.amp.is_autocast_available(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return nullcontext()
 
 
 def refuse_crop(tokens_to_remove: int) -> None:

@@ -332,16 +332,18 @@ class KVMModel(KVMPreTrainedModel):
             inputs_embeds = self.embed_tokens(input_ids)
         cache = self._resolve_cache(cache, past_key_values, use_cache)
         past = 0 if cache is None else cache.get_seq_length()
+        if inputs_embeds.ndim != 3:
+            raise ValueError(f"`input_ids` must be 2D (batch, tokens), got {inputs_embeds.ndim - 1}D.")
         batch, length = inputs_embeds.shape[:2]
-        if length == 0:
-            raise ValueError("The input is empty: give at least one token.")
+        if batch == 0 or length == 0:
+            raise ValueError(f"The input is empty ({batch} sequences of {length} tokens): give at least one token.")
 
         if kwargs.get("output_attentions", self.config.output_attentions):
             raise ValueError(
                 "`output_attentions=True` is not available: KVM layers attend to rows that stand for many tokens, so "
                 "there is no weight per token."
             )
-        _refuse_unsupported(attention_mask, position_ids, (batch, past + length), kwargs.get("cu_seq_lens_q"))
+        _refuse_unsupported(attention_mask, position_ids, (batch, past + length), length, kwargs.get("cu_seq_lens_q"))
         if position_ids is None:
             position_ids = torch.arange(past, past + length, device=inputs_embeds.device)[None]
 
@@ -371,10 +373,10 @@ class KVMModel(KVMPreTrainedModel):
         cache = past_key_values if cache is None else cache
         if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
             # The layers run twice, so they must not write to a cache (merge_with_config_defaults warned already).
-            if cache is not None and cache.get_seq_length():
+            if cache is not None:
                 raise ValueError(
-                    "Gradient checkpointing replays the layers, so a filled cache cannot be continued. Give the whole "
-                    "sequence, or call `model.gradient_checkpointing_disable()`."
+                    "Gradient checkpointing replays the layers, so a cache can be neither filled nor continued. Give "
+                    "the whole sequence without one, or call `model.gradient_checkpointing_disable()`."
                 )
             return None
         if cache is None:
@@ -404,25 +406,27 @@ class KVMModel(KVMPreTrainedModel):
             )
 
 
-def _refuse_unsupported(attention_mask, position_ids, shape, cu_seq_lens) -> None:
+def _refuse_unsupported(attention_mask, position_ids, shape, length, cu_seq_lens) -> None:
     """Says in a sentence what KVM layers cannot take, rather than compute something else."""
     if attention_mask is not None:
-        if attention_mask.ndim != 2:
+        if getattr(attention_mask, "ndim", None) != 2:
             raise ValueError(
-                f"`attention_mask` must be 2D (batch, tokens so far), got {attention_mask.ndim}D: KVM layers are "
-                "causal over state and window and take no other pattern."
+                "`attention_mask` must be 2D (batch, tokens so far): KVM layers are causal over state and window and "
+                "take no other pattern."
             )
         if tuple(attention_mask.shape) != shape:
             raise ValueError(
                 f"`attention_mask` has shape {tuple(attention_mask.shape)}, expected {shape}: one entry for every "
                 "token so far, those in the cache included."
             )
-        if not attention_mask.all():
+        if not (attention_mask == 1).all():
             raise ValueError(
-                "Padded batches are not supported yet: `attention_mask` has zeros. Batch sequences of one length, "
-                "or run them one by one."
+                "Padded batches are not supported yet: `attention_mask` must be 1 for every token. Batch sequences of "
+                "one length, or run them one by one."
             )
-    packed = position_ids is not None and position_ids.shape[-1] > 1 and (position_ids.diff(dim=-1) != 1).any()
+    if position_ids is not None and (position_ids.ndim != 2 or position_ids.shape[1] != length):
+        raise ValueError(f"`position_ids` has shape {tuple(position_ids.shape)}, expected (batch, {length}).")
+    packed = position_ids is not None and length > 1 and (position_ids.diff(dim=-1) != 1).any()
     if packed or cu_seq_lens is not None:
         raise ValueError(
             "Packed sequences are not supported yet: `position_ids` must go up by one. Run the sequences as rows of "

@@ -125,6 +125,57 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - base) * 1024)
     assert int(result.stdout.split()[-1]) < 16 * 2**20 + 64 * 2**20
 
 
+def test_a_tied_model_with_a_head_of_its_own_keeps_both(tmp_path):
+    source = make_source(tmp_path / "source", tie_word_embeddings=True)
+    weights = load_file(source / "model.safetensors")
+    for head, tied in ((weights["model.embed_tokens.weight"].clone(), True), (torch.randn(44, 32), False)):
+        save_file(weights | {"lm_head.weight": head}, source / "model.safetensors", metadata={"format": "pt"})
+        config = convert(source, tmp_path / str(tied), OPTIONS).config
+        assert config.tie_word_embeddings is tied
+        assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / str(tied)).lm_head.weight, head)
+
+
+def test_tensors_of_several_dtypes_keep_their_own(source, tmp_path):
+    weights = load_file(source / "model.safetensors")
+    mixed = {name: tensor.bfloat16() if "proj" in name else tensor for name, tensor in weights.items()}
+    save_file(mixed, source / "model.safetensors", metadata={"format": "pt"})
+    convert(source, tmp_path / "target", OPTIONS)
+    written = load_file(tmp_path / "target" / "model.safetensors")
+    assert all(
+        torch.equal(written[name], tensor) and written[name].dtype == tensor.dtype for name, tensor in mixed.items()
+    )
+
+
+def test_a_value_beyond_the_range_of_the_target_dtype_is_refused(source, tmp_path):
+    weights = load_file(source / "model.safetensors")
+    weights["lm_head.weight"][0, 0] = 1e5
+    save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(RetrofitError, match="lm_head"):
+        convert(source, tmp_path / "target", RetrofitOptions(chunk_size=4, window_chunks=2, sinks=1, dtype="float16"))
+
+
+def test_shards_of_another_source_are_not_taken_over(tmp_path, monkeypatch):
+    """Two checkpoints of one shape with equal sizes and times, as from a container layer."""
+    options = RetrofitOptions(chunk_size=4, window_chunks=2, sinks=1, shard_size=20_000)
+    sources = [make_source(tmp_path / name, shard_size="20KB") for name in "ab"]
+    for file in sources[1].glob("*.safetensors"):
+        save_file({name: 3 * tensor for name, tensor in load_file(file).items()}, file, metadata={"format": "pt"})
+    for file in (*sources[0].iterdir(), *sources[1].iterdir()):
+        os.utime(file, (0, 0))
+
+    def interrupted(count, written=[0]):  # noqa: B006
+        written[0] += count
+        if written[0] > 60_000:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert(sources[0], tmp_path / "target", options, on_bytes=interrupted)
+    convert(sources[1], tmp_path / "target", options)
+    convert(sources[1], tmp_path / "clean", options)
+    for file in (tmp_path / "clean").glob("*.safetensors"):
+        assert file.read_bytes() == (tmp_path / "target" / file.name).read_bytes()
+
+
 def test_a_killed_run_leaves_nothing_that_looks_finished_and_a_rerun_completes_it(tmp_path):
     source = make_source(tmp_path / "source", shard_size="20KB")
     options = "RetrofitOptions(chunk_size=4, window_chunks=2, sinks=1, shard_size=20_000)"
@@ -179,6 +230,13 @@ def test_a_folder_of_the_users_in_the_way_is_left_alone(source, tmp_path):
     with pytest.raises(RetrofitError, match="is not ours"):
         convert(source, tmp_path / "target", OPTIONS)
     assert (tmp_path / "target.incomplete" / "thesis.txt").exists()
+
+
+def test_a_source_that_has_the_name_of_the_work_folder_is_left_alone(tmp_path):
+    source = make_source(tmp_path / "target.incomplete")
+    with pytest.raises(RetrofitError, match="is not ours"):
+        convert(source, tmp_path / "target", OPTIONS)
+    AutoModelForCausalLM.from_pretrained(source)
 
 
 def test_a_half_written_marker_does_not_block_a_rerun(source, tmp_path):
@@ -263,6 +321,8 @@ def test_tensors_that_do_not_fit_are_refused_by_name(source, tmp_path, what):
         (dict(layers="every:0"), "not understood"),
         (dict(layers="every:-1"), "not understood"),
         (dict(layers="2-1"), "names nothing"),
+        (dict(layers="0-"), "not understood"),
+        (dict(growth=float("inf")), "state_growth_factor"),
         (dict(layers=""), "not understood"),
         (dict(shard_size=0), "shard-size"),
     ],

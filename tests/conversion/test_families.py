@@ -79,6 +79,17 @@ def test_what_cannot_be_said_exactly_is_refused(source, tmp_path, fields, words)
     assert not (tmp_path / "target").exists()
 
 
+@pytest.mark.parametrize("where", ["rope_parameters", "top level"])
+def test_a_partial_rotary_factor_is_heeded_only_where_the_source_heeds_it(source, tmp_path, where):
+    """transformers' Llama rotates every channel whatever its config says of `partial_rotary_factor`."""
+    factor = {"partial_rotary_factor": 0.5}
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    change_config(source, **({"rope_parameters": rope | factor} if where == "rope_parameters" else factor))
+    convert(source, tmp_path / "target", OPTIONS)
+    ids = torch.randint(4, 40, (1, L), generator=torch.Generator().manual_seed(0))
+    assert (logits(source, ids)[0] - logits(tmp_path / "target", ids)[0]).abs().max() <= 1e-4
+
+
 def test_dropout_that_we_do_not_have_is_refused(tmp_path):
     source = make_source(tmp_path / "source", "phi3", resid_pdrop=0.1)
     with pytest.raises(RetrofitError, match="resid_pdrop"):

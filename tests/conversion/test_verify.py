@@ -4,11 +4,12 @@ import json
 
 import pytest
 import torch
+from rich.console import Console
 from small_sources import make_source
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from conversion import RetrofitError, RetrofitOptions, VerifyOptions, convert, verification, verify
-from conversion.verification import BYTES, FULL, ROWS, TARGET, WINDOW, windowed
+from conversion.verification import BYTES, FULL, ROWS, TARGET, WINDOW, print_report, windowed
 from kvm_hf import KVMCache
 
 RETROFIT = RetrofitOptions(chunk_size=4, window_chunks=2, sinks=2, growth=2.0)
@@ -116,6 +117,9 @@ def test_an_interrupted_run_goes_on_where_it_was(pair, monkeypatch):
         (VerifyOptions(tokens=16, needles=0), "does not reach beyond"),
         (VerifyOptions(tokens=60, needle_tokens=(20,)), "leaves nothing beyond"),
         (VerifyOptions(tokens=60, dtype="int3"), "int3"),
+        (VerifyOptions(tokens=60, needles=0, device="foo"), "foo"),
+        (VerifyOptions(tokens=60, pieces=0), "pieces"),
+        (VerifyOptions(tokens=60, needles=-1), "needles"),
     ],
     ids=str,
 )
@@ -126,6 +130,31 @@ def test_what_cannot_be_measured_is_said_before_loading_models(pair, monkeypatch
     )
     with pytest.raises(RetrofitError, match=words):
         verify(source, target, options, text=text)
+
+
+def test_a_damaged_journal_is_ignored(pair):
+    source, target, text = pair
+    (target / "verify.partial.json").write_text("")
+    verify(source, target, VerifyOptions(60, 1, 0, device="cpu"), text=text)
+
+
+def test_a_source_without_tokenizer_and_an_output_that_is_a_file_are_said(pair, tmp_path):
+    source, target, text = pair
+    with pytest.raises(RetrofitError, match="is a file"):
+        verify(source, target, OPTIONS, text=text, output=text)
+    for path in source.glob("tokenizer*"):
+        path.unlink()
+    with pytest.raises(RetrofitError, match="no tokenizer"):
+        verify(source, target, OPTIONS, text=text)
+
+
+def test_a_target_of_another_source_stands_out(pair, capsys):
+    source, target, text = pair
+    report = verify(source, target, VerifyOptions(60, 1, 0, device="cpu"), text=text)
+    print_report(report, Console())
+    assert "far more than rounding" not in capsys.readouterr().out
+    print_report(report | {"window_exactness": 8.0}, Console())
+    assert "far more than rounding" in capsys.readouterr().out
 
 
 def test_models_that_do_not_belong_together_are_refused(pair, tmp_path):

@@ -11,7 +11,7 @@ from transformers import DynamicCache
 
 import kvm_hf
 from conversion.plan import cache_bytes
-from kvm_hf import KVMCache, KVMConfig
+from kvm_hf import KVMCache, KVMConfig, cache_kvm
 from kvm_hf.modeling_kvm import CACHE_NAME
 
 C, L = 4, 8
@@ -274,6 +274,26 @@ def test_a_cache_whose_layers_are_out_of_step_is_refused():
     hook.remove()
     with pytest.raises(ValueError, match="failed half-way"):
         model(random_ids(model, 5), past_key_values=cache)
+
+
+@pytest.mark.parametrize("breaks", ["readout", "absorb"])
+def test_a_cache_whose_last_call_failed_inside_a_layer_is_refused(breaks, monkeypatch):
+    model = make_model()
+    cache = KVMCache(model.config)
+    ids = random_ids(model, 30)
+    run_in_pieces(model, ids[:, :20], [20], cache)
+    with monkeypatch.context() as context:
+        context.setattr(cache_kvm, breaks, lambda *args, **kwargs: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(ids[:, 20:], past_key_values=cache)
+    with pytest.raises(ValueError, match="failed half-way"):
+        model(ids[:, 20:], past_key_values=cache)
+
+
+def test_a_static_cache_is_refused_by_name():
+    model = make_model()
+    with pytest.raises(ValueError, match="static cache is not available"):
+        generate(model, random_ids(model, 5), 3, cache_implementation="static")
 
 
 @pytest.mark.parametrize("fields", [{}, MIXED], ids=["kvm", "mixed"])

@@ -227,6 +227,10 @@ def test_auto_classes_know_the_model():
         (dict(attention_mask=torch.tensor([[1, 1, 0, 1]])), "Padded batches"),
         (dict(attention_mask=torch.ones(1, 1, 4, 4)), "2D"),
         (dict(attention_mask=torch.ones(1, 3)), "expected"),
+        (dict(attention_mask=torch.tensor([[-1e9, 0.0, 0.0, 0.0]])), "must be 1"),
+        (dict(attention_mask={"full_attention": torch.ones(1, 4)}), "2D"),
+        (dict(position_ids=torch.tensor([[5]])), "position_ids"),
+        (dict(position_ids=torch.arange(4)), "position_ids"),
         (dict(position_ids=torch.tensor([[0, 1, 0, 1]])), "Packed"),
         (dict(cu_seq_lens_q=torch.tensor([0, 2, 4])), "Packed"),
         (dict(output_attentions=True), "output_attentions"),
@@ -242,8 +246,17 @@ def test_what_is_not_supported_is_refused_in_a_sentence(inputs, words):
 
 def test_an_empty_input_is_refused():
     model = make_model()
-    with pytest.raises(ValueError, match="empty"):
-        model(torch.zeros(1, 0, dtype=torch.long))
+    for shape in ((1, 0), (0, 3)):
+        with pytest.raises(ValueError, match="empty"):
+            model(torch.zeros(shape, dtype=torch.long))
+    with pytest.raises(ValueError, match="2D"):
+        model(torch.zeros(3, dtype=torch.long))
+
+
+def test_a_forward_on_the_meta_device_gives_shapes():
+    with torch.device("meta"):
+        model = KVMForCausalLM(KVMConfig(**SMALL))
+        assert model(torch.zeros(1, 5 * L, dtype=torch.long)).logits.shape == (1, 5 * L, 61)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
@@ -270,14 +283,11 @@ def test_a_layer_without_rope_has_no_channels_to_ignore():
     assert [treatment.rotary_channels for treatment in treatments] == [4, 0]
 
 
-def test_a_filled_cache_is_not_forgotten_under_gradient_checkpointing():
-    model = make_model()
-    cache = KVMCache(model.config)
-    ids = random_ids(model, 5)
-    model(ids, past_key_values=cache)
-    model.train().gradient_checkpointing_enable()
-    with pytest.raises(ValueError, match="cannot be continued"):
-        model(ids, past_key_values=cache)
+def test_a_cache_is_not_forgotten_under_gradient_checkpointing():
+    model = make_model().train()
+    model.gradient_checkpointing_enable()
+    with pytest.raises(ValueError, match="neither filled nor continued"):
+        model(random_ids(model, 5), past_key_values=KVMCache(model.config))
 
 
 def test_layers_on_disk_give_the_same_logits(tmp_path):
