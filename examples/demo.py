@@ -17,7 +17,7 @@ from conversion.verification import TEXT, print_report
 
 ROOT = Path(__file__).resolve().parent.parent / "demo"
 SOURCE, TARGET = ROOT / "SmolLM2-135M-Instruct", ROOT / "SmolLM2-135M-Instruct-KVM"
-console = Console()
+console = Console(soft_wrap=True)
 
 
 def main() -> None:
@@ -63,7 +63,8 @@ def main() -> None:
 
 
 def show_step(done: int, total: int, what: str) -> None:
-    console.print(f"  [{done + 1:2}/{total}] {what}")
+    if done < total:
+        console.print(f"  {done + 1:2} of {total}: {what}")
 
 
 if __name__ == "__main__":
