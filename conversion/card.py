@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
+import transformers
 from huggingface_hub import ModelCard, ModelCardData
 
-from .plan import PLANNED_LENGTHS, RetrofitPlan, cache_bytes
+from .plan import RetrofitPlan, ranges
 
 CARD = """---
 {{ card_data }}
@@ -12,17 +13,23 @@ CARD = """---
 
 # {{ title }}
 
-[{{ source }}]({{ source_link }}) with Key-Value Means (KVM, [arXiv 2605.09877](https://arxiv.org/abs/2605.09877)):
-{{ converted }} of {{ layers }} attention layers keep a window of {{ window }} tokens and a compressed state instead of
-every key and value. The weights are those of the source; **nothing was trained**. Within the first {{ window }} tokens
-the model computes what the source computes; beyond, expect a loss between a sliding window's and full attention's.
+{{ source }} with Key-Value Means (KVM, [arXiv 2605.09877](https://arxiv.org/abs/2605.09877)): {{ converted }} of
+{{ layers }} attention layers ({{ layer_list }}) keep a window of {{ window }} tokens, which moves by {{ chunk }}, and a
+compressed state of {{ budget }} instead of every key and value. The weights are those of the source; **nothing was
+trained**. Within the first {{ window }} tokens the model computes what the source computes; beyond, expect a loss between
+a sliding window's and full attention's.
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-model = AutoModelForCausalLM.from_pretrained("{{ title }}", trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained("{{ title }}")
+path = "{{ title }}"  # this folder
+tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=True)
+model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True)
+inputs = tokenizer("Once upon a time", return_tensors="pt")
+print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))
 ```
+
+The code is in this folder. It was written with transformers {{ transformers }}, and needs 5.17 to 5.24.
 
 ## How it was made
 
@@ -30,17 +37,16 @@ tokenizer = AutoTokenizer.from_pretrained("{{ title }}")
 {{ command }}
 ```
 
-Converted layers: {{ layer_list }}.
-
-| context | cache of the source | cache of this model |
+| context | cache with full attention | cache of this model |
 |---|---|---|
 {{ cache_table }}
 
-Bytes per sequence in {{ dtype }}, by the formula of the format; `retrofit verify` measures loss, recall and bytes.
+Bytes per sequence in {{ dtype }}, by the formula of the format.
 
 ## Not measured
 
-Quality on any benchmark. Run `retrofit verify` with your own text before relying on this model.
+Quality on any benchmark. `retrofit verify` measures loss over position, recall and bytes against the source, on your own
+text; do so before relying on this model.
 """
 
 
@@ -58,26 +64,27 @@ def write_card(plan: RetrofitPlan, folder: Path, command: str) -> None:
         language=inherited.get("language"),
         tags=["kvm", "key-value-means", "compressed-kv-cache", *inherited.get("tags", [])],
     )
-    lengths = [
-        f"| {tokens} tokens | {cache_bytes(plan.full, tokens, plan.dtype) / 2**20:.1f} MiB | "
-        f"{cache_bytes(plan.config, tokens, plan.dtype) / 2**20:.1f} MiB |"
-        for tokens in PLANNED_LENGTHS
-    ]
+    label = plan.source.label if is_hub_id else Path(plan.source.label).name
     card = ModelCard.from_template(
         data,
         template_str=CARD,
         title=folder.name.removesuffix(".incomplete"),
-        source=plan.source.label,
-        source_link=f"https://huggingface.co/{plan.source.label}" if is_hub_id else "#",
+        source=f"[{label}](https://huggingface.co/{label})" if is_hub_id else label,
         converted=len(plan.converted),
         layers=plan.config.num_hidden_layers,
+        layer_list=ranges(plan.converted),
         window=plan.config.window_size,
+        chunk=plan.config.chunk_size,
+        budget=plan.budget,
+        transformers=transformers.__version__,
         command=command,
-        layer_list=", ".join(map(str, plan.converted)),
-        cache_table="\n".join(lengths),
+        cache_table="\n".join(
+            f"| {length} | {before / 2**20:.1f} MiB | {after / 2**20:.1f} MiB |"
+            for length, before, after in plan.cache_table
+        ),
         dtype=str(plan.dtype).removeprefix("torch."),
     )
-    card.save(folder / "README.md")
+    (folder / "README.md").write_text(str(card).rstrip() + "\n", encoding="utf-8")
 
 
 def _source_metadata(folder: Path) -> dict:

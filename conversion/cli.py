@@ -3,6 +3,7 @@
 import shlex
 import sys
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
@@ -14,7 +15,7 @@ from tqdm import tqdm
 
 from .errors import RetrofitError
 from .execute import convert
-from .plan import PLANNED_LENGTHS, RetrofitOptions, RetrofitPlan, cache_bytes
+from .plan import DEFAULT_GROWTH, DEFAULT_STATE_SIZE, RetrofitOptions, RetrofitPlan, ranges
 from .verification import VerifyOptions, print_report, verify
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Make KVM models from models you have.")
@@ -23,8 +24,18 @@ DEFAULTS = RetrofitOptions()
 VERIFY = VerifyOptions()
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(version("kvm-maglev-hf"))
+        raise typer.Exit
+
+
 @app.callback()
-def main() -> None:
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
     """Make KVM models from models you have."""
 
 
@@ -33,11 +44,15 @@ def to_kvm(
     source: Annotated[str, typer.Argument(help="Checkpoint folder, hub id, or GGUF file.")],
     target: Annotated[Path, typer.Argument(help="Folder to write; must not exist, or be empty.")],
     layers: Annotated[
-        str, typer.Option(help="Layers to convert: all, every:N, or numbers and ranges like 0,3,8-11.")
+        str, typer.Option(help="Layers to convert: all, every:N (0, N, 2N, ...), or numbers and ranges like 0,3,8-11.")
     ] = DEFAULTS.layers,
     budget: Annotated[str, typer.Option(help="Rows of the state: sqrt, fixed or saturation.")] = DEFAULTS.budget,
-    growth: Annotated[float, typer.Option(help="sqrt: rows = growth * sqrt(tokens).")] = DEFAULTS.growth,
-    state_size: Annotated[int, typer.Option(help="Rows of a fixed or saturating state.")] = DEFAULTS.state_size,
+    growth: Annotated[
+        float | None, typer.Option(help=f"sqrt: rows = growth * sqrt(tokens). Default: {DEFAULT_GROWTH:g}.")
+    ] = DEFAULTS.growth,
+    state_size: Annotated[
+        int | None, typer.Option(help=f"fixed, saturation: (most) rows. Default: {DEFAULT_STATE_SIZE}.")
+    ] = DEFAULTS.state_size,
     chunk_size: Annotated[int, typer.Option(help="Tokens per chunk.")] = DEFAULTS.chunk_size,
     window_chunks: Annotated[
         int, typer.Option(help="Chunks in the window; the window is chunk size times this.")
@@ -51,7 +66,11 @@ def to_kvm(
     push_to_hub: Annotated[str | None, typer.Option(help="Hub id to upload the result to.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No plan, no progress bar.")] = False,
 ) -> None:
-    """Turn a Llama-style checkpoint into a KVM model, without training."""
+    """Turn a Llama-style checkpoint into a KVM model, without training.
+
+    Families: Llama, Mistral, Qwen2, Qwen3, SmolLM3, Phi-3. An interrupted run leaves TARGET.incomplete; the same command
+    goes on from there.
+    """
     bar = None
 
     def on_plan(plan: RetrofitPlan) -> None:
@@ -122,45 +141,27 @@ def verify_command(
 
 def print_plan(plan: RetrofitPlan, out: Console) -> None:
     """What will be written, and what it saves."""
-    config, options = plan.config, plan.options
-    rows = {
-        "sqrt": f"{options.growth:g} * sqrt(tokens)",
-        "fixed": f"{options.state_size}",
-        "saturation": f"{options.state_size} * tokens / ({options.state_size} + tokens)",
-    }[options.budget]
-    out.print(f"[bold]{plan.source.label}[/bold] ({plan.source.config.model_type}) becomes a KVM model")
-    out.print(f"Layers: {len(plan.converted)} of {config.num_hidden_layers} converted: {_ranges(plan.converted)}")
-    out.print(
+    config, dtype = plan.config, str(plan.dtype).removeprefix("torch.")
+
+    def say(line: str) -> None:
+        out.print(line, soft_wrap=True)
+
+    say(f"[bold]{escape(plan.source.label)}[/bold] ({plan.source.config.model_type}) becomes a KVM model")
+    say(f"Layers: {len(plan.converted)} of {config.num_hidden_layers} converted: {ranges(plan.converted)}")
+    say(
         f"Window: {config.num_window_chunks} chunks of {config.chunk_size} = {config.window_size} tokens; "
-        f"state: {rows} rows, {config.num_sink_tokens} sinks"
+        f"state: {plan.budget}, {config.num_sink_tokens} sinks"
     )
     new = plan.new_parameters
     kinds = sorted({tensor.name.rsplit(".", 1)[-1] for tensor in new})
     count = sum(tensor.nbytes // tensor.dtype.itemsize for tensor in new)
-    out.print(f"New parameters: {count} ({', '.join(kinds)}), at values that change nothing")
-    out.print(f"Weights: {plan.nbytes / 1e9:.3f} GB in {len(plan.shards)} file(s), {str(plan.dtype)[6:]}")
-    out.print(f"Kept from the source: {', '.join(path.name for path in plan.source.kept_files) or 'nothing else'}")
-    table = Table("Cache per sequence", "source", "target", "ratio")
-    for tokens in PLANNED_LENGTHS:
-        before, after = (cache_bytes(which, tokens, plan.dtype) for which in (plan.full, config))
-        table.add_row(
-            f"{tokens // 1024}k tokens",
-            f"{before / 2**20:.1f} MiB",
-            f"{after / 2**20:.1f} MiB",
-            f"{after / before:.3f}",
-        )
+    say(f"New parameters: {count} ({', '.join(kinds)}), at values that change nothing")
+    say(f"Weights: {plan.nbytes / 1e9:.3f} GB in {len(plan.shards)} file(s), {dtype}")
+    say(f"Kept from the source: {', '.join(path.name for path in plan.source.kept_files) or 'nothing else'}")
+    table = Table(f"Cache per sequence, {dtype}", "full attention", "target", "ratio")
+    for length, before, after in plan.cache_table:
+        table.add_row(length, f"{before / 2**20:.1f} MiB", f"{after / 2**20:.1f} MiB", f"{after / before:.3f}")
     out.print(table)
-
-
-def _ranges(numbers: list[int]) -> str:
-    """`[0, 1, 2, 5]` as `0-2, 5`."""
-    parts = []
-    for number in numbers:
-        if parts and parts[-1][1] == number - 1:
-            parts[-1][1] = number
-        else:
-            parts.append([number, number])
-    return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in parts)
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from .source import Source
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
 # Parameters that Llama-style models do not have, each at 1, where it changes nothing.
 NEW_PARAMETERS = ("state_temperature", "window_temperature")
+DEFAULT_GROWTH, DEFAULT_STATE_SIZE = 16.0, 256
 PLANNED_LENGTHS = (4096, 32768, 131072)
 
 
@@ -30,8 +31,8 @@ class RetrofitOptions:
             numbers and ranges such as `"0,3,8-11"`.
         budget: `"sqrt"` (`growth * sqrt(tokens)` rows), `"fixed"` (`state_size` rows) or `"saturation"`
             (`state_size * tokens / (state_size + tokens)` rows).
-        growth: the factor of the `sqrt` budget.
-        state_size: rows; only for `fixed` and `saturation`.
+        growth: the factor of the `sqrt` budget, 16 if None; only for `sqrt`.
+        state_size: rows, 256 if None; only for `fixed` and `saturation`.
         chunk_size, window_chunks: `C` and `n` of the window of `C * n` tokens.
         sinks: first tokens whose rows nothing is merged into.
         dtype: of the target's weights, or `"auto"` for the source's.
@@ -40,8 +41,8 @@ class RetrofitOptions:
 
     layers: str = "all"
     budget: str = "sqrt"
-    growth: float = 16.0
-    state_size: int = 256
+    growth: float | None = None
+    state_size: int | None = None
     chunk_size: int = 128
     window_chunks: int = 4
     sinks: int = 4
@@ -96,6 +97,29 @@ class RetrofitPlan:
     def dtype(self) -> torch.dtype:
         return self.config.dtype
 
+    @property
+    def budget(self) -> str:
+        """Rows of the state over tokens, in words."""
+        config = self.config
+        if config.state_budget == "fixed":
+            return f"{config.state_size} rows"
+        if config.state_budget == "power_law":
+            return f"{config.state_growth_factor:g} * sqrt(tokens) rows"
+        return f"{config.state_saturation} * tokens / ({config.state_saturation} + tokens) rows"
+
+    @property
+    def cache_table(self) -> list[tuple[str, int, int]]:
+        """Lengths, in words, with the cache's bytes for full attention and for the target, both in its dtype."""
+        positions = self.config.max_position_embeddings
+        return [
+            (
+                f"{tokens // 1024}k tokens" + ("" if tokens <= positions else " (beyond the model's positions)"),
+                cache_bytes(self.full, tokens, self.dtype),
+                cache_bytes(self.config, tokens, self.dtype),
+            )
+            for tokens in PLANNED_LENGTHS
+        ]
+
     def fingerprint(self) -> str:
         """Identifies the result: a rerun with the same plan may keep what an interrupted run has written."""
         facts = {
@@ -137,6 +161,17 @@ def target_config(source_config: PreTrainedConfig, options: RetrofitOptions) -> 
         fields["sliding_window"] = None
     fields |= {"layer_types": kinds, "state_treatment": "positional"} | _state_fields(options)
     return _config(fields), converted
+
+
+def ranges(numbers: list[int]) -> str:
+    """`[0, 1, 2, 5]` as `0-2, 5`."""
+    parts = []
+    for number in numbers:
+        if parts and parts[-1][1] == number - 1:
+            parts[-1][1] = number
+        else:
+            parts.append([number, number])
+    return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in parts)
 
 
 def select_layers(choice: str, layer_types: list[str]) -> list[int]:
@@ -203,28 +238,29 @@ def full_config(source_config: PreTrainedConfig) -> KVMConfig:
 
 
 def _state_fields(options: RetrofitOptions) -> dict:
-    budgets = {
-        "sqrt": {
-            "state_budget": "power_law",
-            "state_growth_factor": options.growth,
-            "state_growth_exponent": 0.5,
-            "state_size": options.chunk_size,
-        },
-        "fixed": {"state_budget": "fixed", "state_size": options.state_size},
-        "saturation": {
-            "state_budget": "saturation",
-            "state_saturation": options.state_size,
-            "state_size": options.chunk_size,
-        },
-    }
-    if options.budget not in budgets:
-        raise RetrofitError(f"`--budget {options.budget}` is not known; use one of {', '.join(budgets)}.")
-    return {
+    window = {
         "chunk_size": options.chunk_size,
         "num_window_chunks": options.window_chunks,
         "num_sink_tokens": options.sinks,
-        **budgets[options.budget],
     }
+    if options.budget == "sqrt":
+        if options.state_size is not None:
+            raise RetrofitError("`--state-size` is for `--budget fixed` and `saturation`; `sqrt` grows by `--growth`.")
+        growth = DEFAULT_GROWTH if options.growth is None else options.growth
+        return window | {
+            "state_budget": "power_law",
+            "state_growth_factor": growth,
+            "state_growth_exponent": 0.5,
+            "state_size": options.chunk_size,
+        }
+    if options.growth is not None:
+        raise RetrofitError(f"`--growth` is for `--budget sqrt`; `{options.budget}` takes `--state-size`.")
+    size = DEFAULT_STATE_SIZE if options.state_size is None else options.state_size
+    if options.budget == "fixed":
+        return window | {"state_budget": "fixed", "state_size": size}
+    if options.budget == "saturation":
+        return window | {"state_budget": "saturation", "state_saturation": size, "state_size": options.chunk_size}
+    raise RetrofitError(f"`--budget {options.budget}` is not known; use sqrt, fixed or saturation.")
 
 
 def _config(fields: dict) -> KVMConfig:

@@ -137,7 +137,8 @@ def _download(hub_id: str, patterns: list[str]) -> Path:
         raise RetrofitError(f"{hub_id!r} is neither a folder, a GGUF file nor a hub id.") from error
     except Exception as error:  # network, authentication, missing repository: the hub client has many
         raise RetrofitError(
-            f"{hub_id!r} is not a local folder or GGUF file, and could not be fetched from the hub: {error}"
+            f"{hub_id!r} is not a local folder or GGUF file, and could not be fetched from the hub (without a network, give "
+            f"a folder or a GGUF file): {error}"
         ) from error
 
 

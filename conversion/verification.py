@@ -33,6 +33,7 @@ from .source import open_source
 TEXT = Path(__file__).parent / "data" / "genesis.txt"
 # Worded so that a small model with full attention finds the key every time; then what is missed is the cache's fault.
 NEEDLE = "\n\nImportant: the secret pass key is {key}. Remember it, the secret pass key is {key}.\n\n"
+CURVE_LENGTHS = tuple(2**power for power in range(9, 18))  # 512 to 128k
 QUESTION = "\n\nQuestion: what is the secret pass key?\nAnswer: the secret pass key is"
 FULL, WINDOW, ROWS, BYTES, TARGET = (
     "full attention",
@@ -137,9 +138,10 @@ def verify(
     losses, held = {}, {}
     for name, (model, context) in runs.items():
         measured = []
-        for number, piece in enumerate(pieces):
+        for number, piece in enumerate(pieces, 1):
+            what = f"loss, {name}" + (f", piece {number} of {len(pieces)}" if len(pieces) > 1 else "")
             with context():
-                measured.append(journal.measure(f"loss, {name}, piece {number}", _token_losses, model, piece))
+                measured.append(journal.measure(what, _token_losses, model, piece))
         losses[name] = torch.tensor([row for row, _ in measured])
         held[name] = measured[0][1]
     blocks = {
@@ -185,7 +187,7 @@ def verify(
                     FULL: cache_bytes(full_config(opened.config), tokens, full.dtype),
                     TARGET: cache_bytes(config, tokens, full.dtype),
                 }
-                for tokens in PLANNED_LENGTHS
+                for tokens in CURVE_LENGTHS
             },
         },
         "versions": {"transformers": transformers.__version__, "torch": torch.__version__},
@@ -224,9 +226,9 @@ def print_report(report: dict, out: Console) -> None:
             table.add_row(f"{length} tokens", *(f"{sum(hits[name])} of {len(hits[name])}" for name in names))
         out.print(table)
     held = report["cache_bytes"]
-    table = Table("Cache per sequence", FULL, TARGET, "ratio")
+    table = Table(f"Cache per sequence, {report['options']['dtype']}", FULL, TARGET, "ratio")
     rows = {f"{held['measured']['tokens']} tokens (measured)": held["measured"]} | {
-        f"{int(tokens) // 1024}k tokens (formula)": row for tokens, row in held["by_formula"].items()
+        f"{tokens // 1024}k tokens (formula)": held["by_formula"][str(tokens)] for tokens in PLANNED_LENGTHS
     }
     for label, row in rows.items():
         before, after = row[FULL], row[TARGET]
@@ -242,31 +244,41 @@ def plot(report: dict, path: Path) -> None:
     import matplotlib.pyplot as plt
 
     colors = {FULL: "black", WINDOW: "tab:red", ROWS: "tab:orange", BYTES: "tab:olive", TARGET: "tab:blue"}
-    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(15, 4.2), layout="constrained")
-    centres = [f"{first}-{last}" for first, last in report["loss"]["blocks"]]
-    base = report["loss"]["by_block"][FULL]
-    for name, values in report["loss"]["by_block"].items():
-        left.plot(centres, [v - b for v, b in zip(values, base)], marker="o", color=colors[name], label=name)
-    left.set(title="Loss above full attention", xlabel="tokens", ylabel="nats per token")
+    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(15, 4.6), layout="constrained")
+    figure.suptitle(f"{Path(report['target']).name} against {Path(report['source']).name}")
+
+    loss = report["loss"]
+    ends = [last for _, last in loss["blocks"]]
+    for name, values in loss["by_block"].items():
+        above = [value - full for value, full in zip(values, loss["by_block"][FULL])]
+        label = f"{name} ({report['windows'][name]} tokens)" if name in report["windows"] else name
+        left.stairs(above, [0, *ends], baseline=None, color=colors[name], label=label, linewidth=2)
+    left.set(title="Loss above full attention, by position", xlabel="position", ylabel="nats per token")
     left.legend()
 
-    for length, hits in report["needles"].items():
-        for name in (WINDOW, TARGET):
-            share = sum(hits[name]) / len(hits[name])
-            bar = middle.bar(f"{length}\n{name}", share, color=colors[name])
-            middle.bar_label(bar, [f"{sum(hits[name])}/{len(hits[name])}"])
-    middle.set(title="Passkeys recalled beyond the window", ylim=(0, 1.1), ylabel="share")
+    recalling = (FULL, WINDOW, TARGET)
+    for place, hits in enumerate(report["needles"].values()):
+        for offset, name in enumerate(recalling):
+            found = sum(hits[name])
+            bar = middle.bar(
+                place + 0.27 * (offset - 1),
+                found / len(hits[name]),
+                0.25,
+                color=colors[name],
+                label=None if place else name,
+            )
+            middle.bar_label(bar, [f"{found} of {len(hits[name])}"])
+    middle.set_xticks(range(len(report["needles"])), [f"{length} tokens" for length in report["needles"]])
+    middle.set(title="Passkeys recalled from beyond the window", ylim=(0, 1.25), ylabel="share of keys")
+    if report["needles"]:
+        middle.legend(loc="upper center", ncols=3)
 
     formula = report["cache_bytes"]["by_formula"]
     for name in (FULL, TARGET):
         right.loglog(
-            [int(t) for t in formula],
-            [row[name] / 2**20 for row in formula.values()],
-            marker="o",
-            color=colors[name],
-            label=name,
+            [int(t) for t in formula], [row[name] / 2**20 for row in formula.values()], color=colors[name], label=name
         )
-    right.set(title="Cache per sequence", xlabel="tokens", ylabel="MiB")
+    right.set(title=f"Cache per sequence, {report['options']['dtype']}", xlabel="tokens", ylabel="MiB")
     right.legend()
     figure.savefig(path, dpi=120)
     plt.close(figure)

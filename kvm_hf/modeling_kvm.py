@@ -336,7 +336,10 @@ class KVMModel(KVMPreTrainedModel):
             raise ValueError(f"`input_ids` must be 2D (batch, tokens), got {inputs_embeds.ndim - 1}D.")
         batch, length = inputs_embeds.shape[:2]
         if batch == 0 or length == 0:
-            raise ValueError(f"The input is empty ({batch} sequences of {length} tokens): give at least one token.")
+            raise ValueError(
+                f"The input is empty ({batch} sequences of {length} tokens): give at least one token. (`generate()` cuts "
+                "off what the cache has seen already: give it all ids so far, or an `attention_mask` for all of them.)"
+            )
 
         if kwargs.get("output_attentions", self.config.output_attentions):
             raise ValueError(
@@ -369,7 +372,10 @@ class KVMModel(KVMPreTrainedModel):
     def _resolve_cache(self, cache, past_key_values, use_cache) -> Cache | None:
         """The one cache to use, whatever it was called; a new one if asked for."""
         if cache is not None and past_key_values is not None and cache is not past_key_values:
-            raise ValueError("`cache` and `past_key_values` are two names for one thing; give one of them.")
+            raise ValueError(
+                "`cache` and `past_key_values` are two names for one thing; give one of them. (Before transformers 5.24 "
+                "`generate()` knows only `past_key_values`, and makes a cache of its own if there is none.)"
+            )
         cache = past_key_values if cache is None else cache
         if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
             # The layers run twice, so they must not write to a cache (merge_with_config_defaults warned already).

@@ -1,5 +1,7 @@
 """The command `retrofit`, as typed."""
 
+from importlib.metadata import version
+
 import pytest
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
@@ -8,6 +10,10 @@ from conversion.cli import app
 
 RUN = CliRunner()
 SETTINGS = ["--chunk-size", "4", "--window-chunks", "2", "--sinks", "1"]
+
+
+def test_the_version_is_that_of_the_distribution():
+    assert RUN.invoke(app, ["--version"]).output.strip() == version("kvm-maglev-hf")
 
 
 def test_a_dry_run_prints_the_plan_and_writes_nothing(source, tmp_path):

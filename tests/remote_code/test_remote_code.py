@@ -37,6 +37,7 @@ def in_fresh_process(script: str, modules_cache, **environment) -> dict:
         text=True,
         env={**os.environ, "HF_MODULES_CACHE": str(modules_cache), "HF_HUB_OFFLINE": "1", **environment},
         cwd=modules_cache,
+        stdin=subprocess.DEVNULL,  # a question would fail, not wait
     )
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout.strip().splitlines()[-1])
@@ -115,15 +116,18 @@ def test_a_converted_folder_loads_alone(source, tmp_path):
     ids = torch.randint(4, 40, (1, 30), generator=torch.Generator().manual_seed(0))
     result = in_fresh_process(
         f"""
+        from transformers import AutoTokenizer
         model = AutoModelForCausalLM.from_pretrained({str(tmp_path / "target")!r}, trust_remote_code=True)
+        tokenizer = AutoTokenizer.from_pretrained({str(tmp_path / "target")!r}, trust_remote_code=True)
         new = model.generate(torch.tensor({ids.tolist()}), max_new_tokens=10, do_sample=False)
-        print(json.dumps([new.tolist(), type(model).__module__]))
+        print(json.dumps([new.tolist(), type(model).__module__, tokenizer.convert_tokens_to_ids("<tool>")]))
         """,
         tmp_path / "cache",
     )
     local = AutoModelForCausalLM.from_pretrained(tmp_path / "target")
     assert result[0] == local.generate(ids, max_new_tokens=10, do_sample=False).tolist()
     assert result[1].startswith("transformers_modules")
+    assert result[2] == 43
 
 
 def test_training_through_remote_code_reaches_the_causal_lm_api(saved):
