@@ -56,9 +56,7 @@ def main() -> None:
     console.print(f"source checkpoint   {SOURCE}")
     console.print(f"KVM model           {TARGET}")
     console.print(f"report and picture  {TARGET / 'verify.json'}, {TARGET / 'verify.png'}")
-    console.print(
-        'load it with        AutoModelForCausalLM.from_pretrained("' + str(TARGET) + '", trust_remote_code=True)'
-    )
+    console.print(f"how to load it      {TARGET / 'README.md'}")
 
 
 def show_step(done: int, total: int, what: str) -> None:
