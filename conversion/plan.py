@@ -69,17 +69,17 @@ class RetrofitPlan:
     """Everything `convert` will do.
 
     Attributes:
-        full: config of the same model with all layers as they are in the source, for comparison.
-        converted: layers that become `kvm_attention`.
         shards: file name to its tensors, in order.
     """
 
     source: Source
     options: RetrofitOptions
     config: KVMConfig
-    full: KVMConfig
-    converted: list[int]
     shards: dict[str, list[TargetTensor]]
+
+    @property
+    def converted(self) -> list[int]:
+        return kvm_layers(self.config)
 
     @property
     def tensors(self) -> list[TargetTensor]:
@@ -110,11 +110,11 @@ class RetrofitPlan:
     @property
     def cache_table(self) -> list[tuple[str, int, int]]:
         """Lengths, in words, with the cache's bytes for full attention and for the target, both in its dtype."""
-        positions = self.config.max_position_embeddings
+        full, positions = full_config(self.source.config), self.config.max_position_embeddings
         return [
             (
                 f"{tokens // 1024}k tokens" + ("" if tokens <= positions else " (beyond the model's positions)"),
-                cache_bytes(self.full, tokens, self.dtype),
+                cache_bytes(full, tokens, self.dtype),
                 cache_bytes(self.config, tokens, self.dtype),
             )
             for tokens in PLANNED_LENGTHS
@@ -134,22 +134,20 @@ class RetrofitPlan:
 
 
 def make_plan(source: Source, options: RetrofitOptions) -> RetrofitPlan:
-    """Decides everything about a conversion.
+    """Decides everything about a conversion. Of the weights it reads only a head that may differ from the embeddings.
 
     Raises:
-        RetrofitError: the source or the options cannot work, by name, before any weight is read.
+        RetrofitError: the source or the options cannot work, by name.
     """
-    config, converted = target_config(source.config, options)
+    config = target_config(source.config, options)
     config.dtype = _target_dtype(source, options)
     config.tie_word_embeddings = config.tie_word_embeddings and not _has_own_head(source)
     tensors = _target_tensors(source, config, options.dtype == "auto")
-    shards = _into_shards(tensors, options.shard_size)
-    return RetrofitPlan(source, options, config, full_config(source.config), converted, shards)
+    return RetrofitPlan(source, options, config, _into_shards(tensors, options.shard_size))
 
 
-def target_config(source_config: PreTrainedConfig, options: RetrofitOptions) -> tuple[KVMConfig, list[int]]:
-    """The target's config but for its dtype, and the layers to convert: what can be decided, or refused, from the
-    source's config alone."""
+def target_config(source_config: PreTrainedConfig, options: RetrofitOptions) -> KVMConfig:
+    """The target's config but for its dtype: what can be decided, or refused, from the source's config alone."""
     fields = kvm_fields(source_config)
     if options.dtype not in ("auto", *DTYPES):
         raise RetrofitError(f"`--dtype {options.dtype}` is not known; use auto, {', '.join(DTYPES)}.")
@@ -160,7 +158,11 @@ def target_config(source_config: PreTrainedConfig, options: RetrofitOptions) -> 
     if "sliding_attention" not in kinds:
         fields["sliding_window"] = None
     fields |= {"layer_types": kinds, "state_treatment": "positional"} | _state_fields(options)
-    return _config(fields), converted
+    return _config(fields)
+
+
+def kvm_layers(config: KVMConfig) -> list[int]:
+    return [i for i, kind in enumerate(config.layer_types) if kind == "kvm_attention"]
 
 
 def ranges(numbers: list[int]) -> str:

@@ -84,16 +84,19 @@ def open_source(source: str | Path, workspace: Path, check: Callable[[PreTrained
     """
     path = Path(source)
     if path.suffix == ".gguf" and path.is_file():
-        check(_read_config(path.parent, gguf_file=path.name))
+        check(_read_gguf_config(path))
         workspace.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=workspace.parent, prefix=f".{path.stem}-") as scratch:
             rebuilt = gguf_to_checkpoint(path, Path(scratch) / "checkpoint")
-            yield _read_folder(rebuilt, path.name, [path], check)
-    elif path.is_dir():
-        yield _read_folder(path, str(source), None, check)
-    else:
-        check(_read_config(_download(str(source), ["config.json"])))
-        yield _read_folder(_download(str(source), DOWNLOAD_PATTERNS), str(source), None, check)
+            yield Source(rebuilt, path.name, _read_config(rebuilt), _read_headers(rebuilt), [path])
+        return
+    folder = path if path.is_dir() else _download(str(source), ["config.json"])
+    config = _read_config(folder)
+    check(config)
+    if not path.is_dir():
+        folder = _download(str(source), DOWNLOAD_PATTERNS)
+    tensors = _read_headers(folder)
+    yield Source(folder, str(source), config, tensors, sorted({info.file for info in tensors.values()}))
 
 
 def gguf_to_checkpoint(gguf: str | Path, folder: str | Path, dtype: torch.dtype = torch.float32) -> Path:
@@ -142,30 +145,31 @@ def _download(hub_id: str, patterns: list[str]) -> Path:
         ) from error
 
 
-def _read_config(folder: Path, **kwargs) -> PreTrainedConfig:
-    """The config of a checkpoint of a family that can be converted."""
-    if not kwargs and not (folder / "config.json").is_file():
+def _read_config(folder: Path) -> PreTrainedConfig:
+    """The config of a checkpoint folder of a family that can be converted."""
+    file = folder / "config.json"
+    if not file.is_file():
         raise RetrofitError(f"{folder} has no config.json; the source must be a checkpoint folder of transformers.")
     try:
-        if not kwargs:  # before transformers looks at it, which may not know the family at all
-            refuse_unknown(json.loads((folder / "config.json").read_text()).get("model_type"))
-        config = AutoConfig.from_pretrained(folder, **kwargs)
-    except RetrofitError:
-        raise
-    except Exception as error:  # damaged JSON, or whatever a config class or the GGUF reader raises
-        what = f"The GGUF file {folder / kwargs['gguf_file']}" if kwargs else f"The config of {folder}"
-        raise RetrofitError(f"{what} cannot be read: {error}") from error
-    if kwargs:
-        refuse_unknown(config.model_type)
-        config.quantization_config = None  # the weights are dequantized on the way
+        model_type = json.loads(file.read_text()).get("model_type")
+    except (ValueError, AttributeError) as error:
+        raise RetrofitError(f"{file} cannot be read: {error}") from error
+    refuse_unknown(model_type)  # before transformers looks at it, which may not know the family at all
+    try:
+        return AutoConfig.from_pretrained(folder)
+    except Exception as error:  # whatever a config class raises
+        raise RetrofitError(f"{file} cannot be read: {error}") from error
+
+
+def _read_gguf_config(path: Path) -> PreTrainedConfig:
+    """The config in a GGUF file, without its quantization, which is undone on the way."""
+    try:
+        config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+    except Exception as error:  # whatever transformers and gguf raise for a damaged or unknown file
+        raise RetrofitError(f"The GGUF file {path} cannot be read: {error}") from error
+    refuse_unknown(config.model_type)
+    config.quantization_config = None
     return config
-
-
-def _read_folder(folder: Path, label: str, weight_files: list[Path] | None, check) -> Source:
-    config = _read_config(folder)
-    check(config)
-    tensors = _read_headers(folder)
-    return Source(folder, label, config, tensors, weight_files or sorted({info.file for info in tensors.values()}))
 
 
 def _read_headers(folder: Path) -> dict[str, TensorInfo]:

@@ -1,8 +1,9 @@
 """How much of its source a retrofit keeps: exactness within the window, loss by position, recall, bytes.
 
-Every number is measured, with these two models and these settings; an interrupted run is continued. Two kinds of baseline are run on the source itself: attention
-sinks with a sliding window of the target's window (the StreamingLLM pattern, arXiv 2309.17453), and the same with
-windows as long as the target's cache allows, counted in rows attended to and in bytes held.
+Every number is measured, with these two models and these settings; an interrupted run is continued. Two kinds of
+baseline are run on the source itself: attention sinks with a sliding window of the target's window (the StreamingLLM
+pattern, arXiv 2309.17453), and the same with windows as long as the target's cache allows, counted in rows attended to
+and in bytes held.
 """
 
 import json
@@ -26,15 +27,14 @@ from kvm_hf.modeling_kvm import CACHE_NAME
 from kvm_hf.state_kvm import StateRule, rows_after
 
 from .errors import RetrofitError
-from .families import kvm_fields
-from .plan import DTYPES, PLANNED_LENGTHS, cache_bytes, full_config, kvm_layer_bytes
+from .plan import DTYPES, PLANNED_LENGTHS, cache_bytes, full_config, kvm_layer_bytes, kvm_layers
 from .source import open_source
 
 TEXT = Path(__file__).parent / "data" / "genesis.txt"
 # Worded so that a small model with full attention finds the key every time; then what is missed is the cache's fault.
 NEEDLE = "\n\nImportant: the secret pass key is {key}. Remember it, the secret pass key is {key}.\n\n"
-CURVE_LENGTHS = tuple(2**power for power in range(9, 18))  # 512 to 128k
 QUESTION = "\n\nQuestion: what is the secret pass key?\nAnswer: the secret pass key is"
+CURVE_LENGTHS = tuple(2**power for power in range(9, 18))  # 512 to 128k
 FULL, WINDOW, ROWS, BYTES, TARGET = (
     "full attention",
     "sinks + window",
@@ -93,8 +93,7 @@ def verify(
     if output.exists() and not output.is_dir():
         raise RetrofitError(f"`--output {output}` is a file; name a folder.")
     with tempfile.TemporaryDirectory() as scratch, open_source(source, Path(scratch) / "source") as opened:
-        full_fields = kvm_fields(opened.config)
-        if full_fields["num_hidden_layers"] != config.num_hidden_layers:
+        if opened.config.num_hidden_layers != config.num_hidden_layers:
             raise RetrofitError(f"{target} was not made from {source}: their layers differ.")
         tokenizer = _tokenizer(opened.folder)
         pieces, filler = _tokens(tokenizer, text or TEXT, options, config)
@@ -106,7 +105,7 @@ def verify(
         full = AutoModelForCausalLM.from_pretrained(opened.folder, attn_implementation="sdpa", **load).eval()
         kvm = AutoModelForCausalLM.from_pretrained(target, trust_remote_code=True, **load).eval()
 
-    converted = [i for i, kind in enumerate(config.layer_types) if kind == "kvm_attention"]
+    converted = kvm_layers(config)
     windows = _windows(config, options.tokens, full.dtype)
     runs = {FULL: (full, nullcontext)}
     for name, size in windows.items():
@@ -323,12 +322,13 @@ class _Journal:
         """The result of `function(*args)`, from this run or the one that was interrupted."""
         self.on_step(self.done, self.total, what)
         self.done += 1
-        if what not in self.results:
-            self.results[what] = function(*args)
+        key = f"{self.done} {what}"  # the number, since two measurements may read alike
+        if key not in self.results:
+            self.results[key] = function(*args)
             unfinished = self.path.with_suffix(".tmp")
             unfinished.write_text(json.dumps({"identity": self.identity, "results": self.results}))
             unfinished.replace(self.path)
-        return self.results[what]
+        return self.results[key]
 
     def close(self) -> None:
         self.on_step(self.total, self.total, "done")

@@ -323,8 +323,8 @@ class KVMModel(KVMPreTrainedModel):
         must go up by one and continue those that the cache has seen.
 
         Raises:
-            ValueError: an empty input; padding, packed sequences, 4D masks or `output_attentions`, which KVM layers do not take; a
-                cache that was not made for this model.
+            ValueError: an empty input; padding, packed sequences, 4D masks or `output_attentions`, which KVM layers do
+                not take; a cache that was not made for this model.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Give exactly one of `input_ids` and `inputs_embeds`.")
@@ -357,7 +357,7 @@ class KVMModel(KVMPreTrainedModel):
             masks[layer_type] = make_mask[layer_type](self.config, inputs_embeds, None, cache)
 
         hidden = inputs_embeds
-        position_embeddings = self.rotary_emb(position_ids)
+        position_embeddings = tuple(table.to(hidden.dtype) for table in self.rotary_emb(position_ids))
         for layer, layer_type in zip(self.layers, self.config.layer_types):
             hidden = layer(
                 hidden,

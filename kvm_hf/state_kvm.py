@@ -72,15 +72,19 @@ def budget(rule: StateRule, context: int, available: int, current: int) -> int:
     return max(min(want, available), current)
 
 
+def rows_to_append(rule: StateRule, context: int, current: int) -> int:
+    """Tokens that found rows when the token at position `context` opens a chunk (section 3, step 1)."""
+    available = context - rule.window_size + rule.chunk_size
+    return min(budget(rule, context, available, current) - current, rule.chunk_size)
+
+
 def rows_after(rule: StateRule, tokens: int) -> int:
     """State rows held once `tokens` tokens of a sequence have been seen: section 3 with the tensors left out."""
-    chunk, window = rule.chunk_size, rule.window_size
-    if tokens <= window:
+    if tokens <= rule.window_size:
         return 0
-    rows = chunk
-    for start in range(window + chunk, tokens, chunk):  # `start`: the token that opens a later chunk
-        available = start + chunk - window
-        rows += min(budget(rule, start, available, rows) - rows, chunk)
+    rows = rule.chunk_size
+    for context in range(rule.window_size + rule.chunk_size, tokens, rule.chunk_size):
+        rows += rows_to_append(rule, context, rows)
     return rows
 
 
@@ -186,10 +190,7 @@ def absorb(rule: StateRule, treatment: KeyTreatment, state: State, block: Block,
     Args:
         context: position of the token that opens the new chunk, which is the number of tokens that were queries.
     """
-    size = block.keys.shape[2]
-    available = context - rule.window_size + rule.chunk_size
-    n_append = min(budget(rule, context, available, state.rows) - state.rows, size)
-
+    n_append = rows_to_append(rule, context, state.rows)
     if n_append > 0:
         with torch.no_grad():
             familiarity = treatment.similarity(block.keys, state.key_sum).amax(dim=-1)  # [B, G, C]
@@ -199,7 +200,7 @@ def absorb(rule: StateRule, treatment: KeyTreatment, state: State, block: Block,
         state = State(*(torch.cat(pair, dim=2) for pair in zip(state, founded)))
         block = block.select(rest)
 
-    if n_append < size:
+    if n_append < rule.chunk_size:
         joining = _rows(rule, block, gated=True)
         with torch.no_grad():
             similarity = treatment.similarity(joining.key_sum, state.key_sum)[..., rule.num_sink_tokens :]

@@ -91,6 +91,19 @@ def test_the_window_baseline_sees_sinks_and_window_and_no_more(pair):
         assert (model(ids[:, :30]).logits[0, -1] - logits).abs().max() > 1e-6  # the hooks are gone
 
 
+def test_passkeys_at_one_depth_are_measured_one_by_one(pair, monkeypatch):
+    """Many keys on little room share depths after rounding; each has its own prompt and its own result."""
+    source, target, text = pair
+    asked = []
+    monkeypatch.setattr(
+        verification, "_recalls", lambda model, tokenizer, ids, key: asked.append(key) or len(asked) % 2
+    )
+    options = VerifyOptions(tokens=60, needles=60, needle_tokens=(150,), device="cpu")
+    report = verify(source, target, options, text=text)
+    assert len(set(report["needles"]["150"]["depths"])) < 60
+    assert len(asked) == 3 * 60
+
+
 def test_an_interrupted_run_goes_on_where_it_was(pair, monkeypatch):
     source, target, text = pair
     expected = verify(source, target, OPTIONS, text=text)
