@@ -265,7 +265,6 @@ class KVMDecoderLayer(GradientCheckpointingLayer):
 
 class KVMPreTrainedModel(PreTrainedModel):
     config: KVMConfig
-    config_class = KVMConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["KVMDecoderLayer"]

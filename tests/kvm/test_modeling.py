@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from accelerate.utils import send_to_device
 from small_models import SMALL, make_model, random_ids
 from transformers import AutoModel, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -304,6 +305,14 @@ def test_layers_on_disk_give_the_same_logits(tmp_path):
         expected = model(ids).logits
         for _ in range(2):
             assert torch.equal(split(ids).logits, expected)
+
+
+def test_accelerate_does_not_move_the_rotary_tables_with_a_layers_inputs():
+    model = make_model()
+    inputs = {"rotary": model.model.rotary_emb, "position_ids": torch.arange(3)}
+    moved = send_to_device(inputs, torch.device("meta"), skip_keys=model._skip_keys_device_placement)
+    assert moved["position_ids"].device.type == "meta"
+    assert model.model.rotary_emb.inv_freq.device.type == "cpu"
 
 
 @pytest.mark.parametrize("name", ["cache", "past_key_values"])
