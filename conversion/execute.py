@@ -68,6 +68,7 @@ def convert(
         if target.exists():
             target.rmdir()
         os.rename(work, target)
+        (target / PLAN_FILE).unlink()  # only now: until it has its name the folder must be known as ours
     except OSError as error:
         reason = "The disk is full" if error.errno == errno.ENOSPC else f"Writing failed ({error})"
         raise RetrofitError(
@@ -105,7 +106,6 @@ def _write_folder(plan: RetrofitPlan, work: Path, command: str, on_bytes) -> Non
     write_card(plan, work, command)
     if len(plan.shards) > 1:
         _write_index(plan, work)
-    marker.unlink()
 
 
 def _write_shard(plan: RetrofitPlan, path: Path, tensors: list[TargetTensor], on_bytes) -> None:

@@ -216,6 +216,24 @@ convert(sys.argv[1], sys.argv[2], {options}, on_bytes=slowly)
             assert (tmp_path / "target" / path.name).read_bytes() == path.read_bytes(), path.name
 
 
+def test_a_run_killed_just_before_the_folder_gets_its_name_is_completed_by_a_rerun(source, tmp_path, monkeypatch):
+    rename = os.rename
+
+    def killed(old, new):
+        if new == tmp_path / "target":
+            raise KeyboardInterrupt
+        rename(old, new)
+
+    with monkeypatch.context() as context:
+        context.setattr(conversion.execute.os, "rename", killed)
+        with pytest.raises(KeyboardInterrupt):
+            convert(source, tmp_path / "target", OPTIONS)
+    assert not (tmp_path / "target").exists()
+    convert(source, tmp_path / "target", OPTIONS)
+    AutoModelForCausalLM.from_pretrained(tmp_path / "target")
+    assert not (tmp_path / "target" / PLAN_FILE).exists()
+
+
 def test_leftovers_of_another_plan_are_not_mixed_in(source, tmp_path):
     work = tmp_path / "target.incomplete"
     work.mkdir()
