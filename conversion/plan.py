@@ -227,7 +227,7 @@ def kvm_layer_bytes(config: KVMConfig, tokens: int, dtype: torch.dtype) -> int:
     """The same for one `kvm_attention` layer."""
     heads, dim, window = config.num_key_value_heads, config.head_dim, config.window_size
     rows = rows_after(StateRule.from_config(config), tokens)
-    buffer = heads * (rows + window) * (2 * dim + (1 if config.count_bias else 0)) * dtype.itemsize
+    buffer = heads * (rows + window) * (2 * dim + (1 if config.count_bias and rows else 0)) * dtype.itemsize
     gates = heads * window * dtype.itemsize if config.gate_keys or config.gate_values else 0
     precise = torch.promote_types(dtype, torch.float32)
     sums = heads * rows * (2 * dim + 4) * precise.itemsize

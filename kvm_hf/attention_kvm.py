@@ -11,9 +11,6 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-# Flash kernels want head dims that are multiples of 8, so one bias channel costs eight.
-BIAS_CHANNELS = 8
-
 
 def repeat_heads(hidden: torch.Tensor, groups: int) -> torch.Tensor:
     """`[B, G, ...]` to `[B, G * groups, ...]`: every key/value head once per query head that reads it."""
@@ -42,11 +39,6 @@ def takes_mask(implementation: str) -> bool:
     return "flash" not in implementation and "flex" not in implementation
 
 
-def bias_channels(implementation: str, count_bias: float) -> int:
-    """Key channels that have to carry the score bias because the kernel takes no mask for it."""
-    return 0 if not count_bias or takes_mask(implementation) else BIAS_CHANNELS
-
-
 def attend(
     module: nn.Module,
     query: torch.Tensor,
@@ -60,8 +52,8 @@ def attend(
     Args:
         module: the attention module (`scaling`, `num_key_value_groups`, `config._attn_implementation`).
         query: `[B, H, T, D]`.
-        key: `[B, G, K, D + bias_channels]`; value: `[B, G, K, D]`.
-        bias: `[B, G, K]` added to the scores, or None.
+        key: `[B, G, K, D]`, or with channels that carry the bias behind them; value: `[B, G, K, D]`.
+        bias: `[B, G or 1, K]` added to the scores, or None.
 
     Returns:
         `[B, T, H, D]`.
@@ -103,7 +95,7 @@ def _mask(module, query, key, bias, implementation):
         mask = torch.zeros(length, total, dtype=query.dtype, device=query.device)
         mask = mask.masked_fill(~visible, torch.finfo(query.dtype).min)[None, None]
     if bias is not None:
-        bias = repeat_heads(bias, module.num_key_value_groups)[:, :, None]
+        bias = (bias if bias.shape[1] == 1 else repeat_heads(bias, module.num_key_value_groups))[:, :, None]
         mask = bias if mask is None else mask + bias
     return mask
 

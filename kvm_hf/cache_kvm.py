@@ -8,15 +8,56 @@ afterwards; there is no second path, hence the same result for every split of a 
 Depends on `state_kvm` for the mathematics and on transformers' cache protocol.
 """
 
+import copy
+import json
+import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from transformers.cache_utils import CacheLayerMixin, DynamicCache, StaticLayer
 
+from .padding_kvm import Padding, take_columns
 from .state_kvm import Block, KeyTreatment, State, StateRule, absorb, found, readout
+
+# Scores of keys that a sequence does not see go down by this much: to a weight of exactly 0 in every dtype, while a
+# query that sees no key at all (a pad's) stays finite.
+HIDDEN = -1e4
+
+# Extra key channels that carry the score bias for kernels that take no mask. Flash kernels want head dims that are
+# multiples of 8, so one channel costs eight.
+BIAS_CHANNELS = 8
+
+# How far back `crop` can go at least while the past is recorded. Drafts are far shorter.
+RECORDED_TOKENS = 512
+
+
+# What a layer holds for every sequence: tensors, beside the state, and numbers on the host.
+TENSORS = ("keys", "values", "bias", "gates", "positions")
+LISTS = ("lengths", "fills", "rows")
+# The dimension of a buffer that counts columns.
+DIM = {"keys": 2, "values": 2, "gates": 2, "positions": 1}
+
+
+# A saved cache: its file, the version of its format, and what a layer's file entry says beside its tensors.
+CACHE_FILE = "cache.safetensors"
+FILE_VERSION = 1
+SAVED = ("seen", "lengths", "fills", "rows", "stop", "earliest", "takes_mask", "cumulative_length")
+# Fields of a config that may differ between the model that filled a cache and the one that continues it.
+IRRELEVANT = {
+    "use_cache",
+    "pad_token_id",
+    "bos_token_id",
+    "eos_token_id",
+    "tie_word_embeddings",
+    "attention_dropout",
+    "initializer_range",
+    "max_position_embeddings",
+}
 
 
 @dataclass
@@ -31,44 +72,45 @@ class KVMStep:
     gates: torch.Tensor | None  # [B, G, T, 1]
     positions: torch.Tensor  # [B, T], what RoPE turned the keys by
     state_scale: Callable[[], torch.Tensor | float]  # [G, 1, 1], state temperature over window temperature
-    bias_channels: int  # extra key channels that carry the score bias, for kernels that take no mask
+    takes_mask: bool  # whether the kernel takes a bias on the scores
     attend: Callable[..., torch.Tensor]  # (queries, keys, values, bias) -> [B, T, H, D]
+    padding: Padding | None = None  # which of the tokens are real, if not all
 
 
 class KVMLayer(CacheLayerMixin):
     """The cache of one `kvm_attention` layer.
 
-    Tokens are counted on the host (`seen`), never read back from the device, and all sequences of a batch stand at the
-    same position. A sequence's keys are one contiguous range of the buffer, the state before the window. Sequences at
-    different positions would differ in where their range begins and ends, and in nothing else.
+    The buffer has `S` columns for state rows and after them `W` columns for the window. Sequences of one batch may have
+    seen different numbers of tokens. Their state rows then begin at the same column and their windows end at the same
+    column, so that a decode step still is one write and one attention call; what a sequence does not fill is hidden by
+    a bias on the scores. In a batch of equal lengths nothing is hidden, `S = M` and `W = L`. Everything that says how
+    many and where is counted on the host and never read back from the device.
 
-    Attributes (`M` rows of state, `fill` tokens in the window, at most `L`):
-        keys, values: `[B, G, M + L, D]` in the model's dtype: readout of the state (keys times the temperature ratio),
-            then the window's keys as RoPE left them. `D` grows by `bias_channels` in `keys`.
-        bias: `[B, G, M + L]` added to the scores (`count_bias`); None without one, or if `bias_channels` carry it.
-        gates: `[B, G, L, 1]`, or None; positions: `[B, L]`. Those of the window's tokens, for when they leave it.
-        state: the raw sums, at least float32; None until the first chunk leaves the window.
+    Attributes:
+        seen: columns of the caller's input so far, pads included.
+        lengths, fills, rows: per sequence the tokens seen, the tokens in its window (at most `L`), its state rows.
+        stop: columns of the window in use: sequence `b` fills `[stop - fills[b], stop)`.
+        keys, values: `[B, G, S + W, D]` in the model's dtype: readout of the state (keys times the temperature ratio),
+            then the window's keys as RoPE left them. `keys` have `BIAS_CHANNELS` more if they carry the bias.
+        bias: `[B, G or 1, S + W]` added to the scores (`count_bias`, hidden columns); None if there is nothing to add.
+        gates: `[B, G, W, 1]`, or None; positions: `[B, W]`. Those of the window's tokens, for when they leave it.
+        state: the raw sums, at least float32, `S` rows; None until the first chunk leaves the window.
         in_graph: whether autograd may still need what the buffers hold, so that they must not be written in place.
         unfinished: whether a call began and did not end, so that nobody knows what is held.
+        record_past: whether to keep what `crop` needs; past: the layer as it was before each chunk was opened, oldest
+            first; earliest: the number of columns below which `crop` cannot go.
     """
 
     _layer_type = "kvm_attention"
     is_sliding = False
-    is_croppable = False
+    is_croppable = True
     is_compileable = False
     supports_early_init = False
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
-        self.seen = 0
-        self._forget()
-
-    def _forget(self):
-        self.keys = self.values = self.bias = self.gates = self.positions = self.state = None
-        self.rule = None
-        self.fill = 0
-        self.in_graph = self.unfinished = False
-        self.is_initialized = False
+        self.record_past = False
+        self.reset()
 
     # What transformers asks of a cache layer
 
@@ -83,22 +125,35 @@ class KVMLayer(CacheLayerMixin):
         return self.seen + query_length, 0
 
     def reset(self) -> None:
-        self.seen = 0
-        self._forget()
+        self.keys = self.values = self.bias = self.gates = self.positions = self.state = self.rule = None
+        self.lengths, self.fills, self.rows, self.past = [], [], [], []
+        self.seen = self.stop = self.earliest = 0
+        self.in_graph = self.unfinished = self.is_initialized = False
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Every tensor that the layer holds, by name. All of them begin with the batch dimension."""
-        held = {name: getattr(self, name) for name in ("keys", "values", "bias", "gates", "positions")}
+        """Every tensor that the layer holds now, by name. All of them begin with the batch dimension."""
+        held = {name: getattr(self, name) for name in TENSORS}
         held |= {f"state.{name}": part for name, part in self.state._asdict().items()} if self.state else {}
         return {name: tensor for name, tensor in held.items() if tensor is not None}
 
-    def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Replaces every tensor of the layer by `change` of it."""
-        for name in self.tensors():
-            if not name.startswith("state."):
-                setattr(self, name, change(getattr(self, name)))
-        if self.state is not None:
-            self.state = State(*(change(part) for part in self.state))
+    def _map(self, change: Callable[[torch.Tensor], torch.Tensor], rows: Callable[[list], list] = list) -> None:
+        """Replaces every tensor of the layer, those of its recorded past included, by `change` of it, and every list
+        with an entry per sequence by `rows` of it."""
+        for held in (vars(self), *self.past):
+            for name in TENSORS:
+                if held[name] is not None:
+                    held[name] = change(held[name])
+            if held["state"] is not None:
+                held["state"] = State(*(change(part) for part in held["state"]))
+            for name in LISTS:
+                held[name] = rows(held[name])
+
+    def __deepcopy__(self, memo) -> "KVMLayer":
+        """Also of a layer that was filled with gradients, where PyTorch refuses to copy tensors."""
+        other = copy.copy(self)
+        other.past = [dict(held) for held in self.past]
+        other._map(torch.clone)
+        return other
 
     def offload(self) -> None:
         self._map(lambda tensor: tensor.to("cpu", non_blocking=True))
@@ -108,16 +163,78 @@ class KVMLayer(CacheLayerMixin):
             self._map(lambda tensor: tensor.to(self.device, non_blocking=True))
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        self._map(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self._map(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+        self._select(beam_idx)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        self._map(lambda tensor: tensor[indices.to(tensor.device)])
+        if indices.dtype == torch.bool:
+            indices = indices.nonzero().squeeze(-1)
+        self._select(indices)
+
+    def _select(self, indices: torch.LongTensor) -> None:
+        def rows(entries):
+            if len(set(entries)) <= 1:  # beams of one prompt: nothing to read back from the device
+                return entries[:1] * indices.numel()
+            return [entries[index] for index in indices.tolist()]
+
+        self._map(lambda tensor: tensor.index_select(0, indices.to(tensor.device)), rows)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._map(
+            lambda tensor: tensor.repeat_interleave(repeats, dim=0),
+            lambda entries: [entry for entry in entries for _ in range(repeats)],
+        )
+
+    # Rewinding (specification, section 6.5)
+
+    def activate_past_recording(self) -> None:
+        """From now on `crop` can take back what is added, the last `RECORDED_TOKENS` tokens at least."""
+        self.record_past = True
+
+    def _remember(self, seen: int) -> None:
+        """Opening a chunk makes new buffers, so the old ones only have to be kept."""
+        self.past = [held for held in self.past if held["seen"] >= seen - RECORDED_TOKENS]
+        self.past.append({name: getattr(self, name) for name in (*TENSORS, *LISTS, "state", "stop")} | {"seen": seen})
 
     def crop(self, tokens_to_remove: int) -> None:
-        refuse_crop(tokens_to_remove)
+        """Takes back the last `-tokens_to_remove` tokens, and forgets the recorded past.
+
+        Without a recording this reaches back to where the last chunk was opened: the state has merged what came before.
+
+        Raises:
+            ValueError: more than can be taken back; nothing has changed then.
+        """
+        self.check_crop(tokens_to_remove)
+        target = self.seen + int(tokens_to_remove)  # generate() gives a tensor before transformers 5.24
+        if target < self.seen:
+            held = next((held for held in self.past if held["seen"] >= target), None)
+            if held is not None:
+                vars(self).update(held)
+            excess = self.seen - target
+            self.lengths = [length - excess for length in self.lengths]
+            self.fills = [fill - excess for fill in self.fills]
+            self.stop -= excess
+            self.seen = target
+        self.past = []
+
+    def check_crop(self, tokens_to_remove: int) -> None:
+        """Raises what `crop` would raise."""
+        tokens_to_remove = int(tokens_to_remove)
+        if tokens_to_remove > 0:
+            raise ValueError(
+                f"`crop` takes the number of tokens to remove as a negative number, got {tokens_to_remove}. (Before "
+                "transformers 5.15 a positive number was the length to crop to.)"
+            )
+        target = self.seen + tokens_to_remove
+        held = next((held for held in self.past if held["seen"] >= target), vars(self))
+        excess = held["seen"] - target
+        kept = 0 if not self.is_initialized else self.rule.window_size - self.rule.chunk_size
+        within = all(excess <= fill - (kept if rows else 0) for fill, rows in zip(held["fills"], held["rows"]))
+        if tokens_to_remove and (not within or target < self.earliest or self.unfinished):
+            raise ValueError(
+                f"The cache cannot drop its last {-tokens_to_remove} tokens: its state has merged tokens before them, "
+                "or they came in a padded batch. Call `cache.activate_past_recording()` before adding tokens that may "
+                f"be dropped (at least {RECORDED_TOKENS} of them can be), or `copy.deepcopy` the cache."
+            )
 
     # The path of new tokens
 
@@ -126,13 +243,12 @@ class KVMLayer(CacheLayerMixin):
         batch, heads, _, dim = key_states.shape
         size = step.rule.window_size
         self.device = key_states.device
-        self.rule, self.bias_channels = step.rule, step.bias_channels
-        self.keys = key_states.new_zeros(batch, heads, size, dim + step.bias_channels)
+        self.rule, self.takes_mask = step.rule, step.takes_mask
+        self.keys = key_states.new_zeros(batch, heads, size, dim)
         self.values = value_states.new_zeros(batch, heads, size, dim)
-        has_bias = step.rule.count_bias and not step.bias_channels
-        self.bias = key_states.new_zeros(batch, heads, size) if has_bias else None
         self.gates = None if step.gates is None else step.gates.new_zeros(batch, heads, size, 1)
         self.positions = step.positions.new_zeros(batch, size)
+        self.lengths, self.fills, self.rows = [0] * batch, [0] * batch, [0] * batch
         self.is_initialized = True
 
     def update(
@@ -141,7 +257,7 @@ class KVMLayer(CacheLayerMixin):
         """Takes `T` new tokens and returns what their queries attend to, `[B, T, H, D]` (specification, section 1).
 
         The tokens are taken in pieces that fill the window; each piece is one attention call over state and window,
-        causal at the lower right. Whenever the window is full and a token is left, a chunk is opened.
+        causal at the lower right. Whenever the window of a sequence is full and it has a token left, it opens a chunk.
 
         Raises:
             ValueError: the cache belongs to another model, batch size or attention implementation.
@@ -149,92 +265,193 @@ class KVMLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states, step)
         self._check(key_states, step)
+        if self.keys.device != key_states.device:  # a saved cache was loaded elsewhere
+            self.device = key_states.device
+            self.prefetch()
         tracked = torch.is_grad_enabled() and any(
             tensor.requires_grad for tensor in (step.queries, key_states, value_states)
         )
-        copy = tracked or self.in_graph or self.keys.is_inference() != torch.is_inference_mode_enabled()
-
+        in_place = not (tracked or self.in_graph or self.keys.is_inference() != torch.is_inference_mode_enabled())
         self.unfinished = True
-        total, done, outputs = key_states.shape[2], 0, []
-        while done < total:
-            if self.fill == self.rule.window_size:
+
+        padding, batch, total = step.padding, key_states.shape[0], key_states.shape[2]
+        columns = total if padding is None else padding.columns
+        counts = [total] * batch if padding is None else list(padding.count)
+        new = {"keys": key_states, "values": value_states, "gates": step.gates, "positions": step.positions}
+        pieces = _Pieces(total, batch)
+        while pieces.done != counts:
+            left = [count - done for count, done in zip(counts, pieces.done)]
+            full = [b for b in range(batch) if self.fills[b] == self.rule.window_size and left[b]]
+            if full:
+                if self.record_past:
+                    self._remember(self.seen + columns - left[0])
                 with _without_autocast(self.keys.device.type):
-                    self._open_chunk(step)
-            size = min(total - done, self.rule.window_size - self.fill)
-            piece = slice(done, done + size)
+                    # Those that found their state, and those that add to it; rarely both in one step.
+                    for opening in ([b for b in full if not self.rows[b]], [b for b in full if self.rows[b]]):
+                        if opening:
+                            self._open_chunk(step, opening)
+            take = [min(n, self.rule.window_size - fill) for n, fill in zip(left, self.fills)]
+            piece = pieces.next(take)
             self._write(
-                key_states[:, :, piece],
-                value_states[:, :, piece],
-                None if step.gates is None else step.gates[:, :, piece],
-                step.positions[:, piece],
-                copy,
+                {name: piece(part, DIM[name]) for name, part in new.items() if part is not None}, take, in_place
             )
-            stop = self._state_rows + self.fill
-            outputs.append(
-                step.attend(
-                    step.queries[:, :, piece],
-                    self.keys[:, :, :stop],
-                    self.values[:, :, :stop],
-                    None if self.bias is None or self.state is None else self.bias[:, :, :stop],
-                )
+            stop = self._state_columns + self.stop
+            output = step.attend(
+                piece(step.queries, 2),
+                self.keys[:, :, :stop],
+                self.values[:, :, :stop],
+                None if self.bias is None or self._bias_is_in_keys else self.bias[:, :, :stop],
             )
-            done += size
+            pieces.outputs.append(output)
+
+        self.seen += columns
+        if padding is not None:
+            # Columns of a padded call are not tokens of every sequence, so `crop` stops there.
+            self.earliest = self.seen - (counts[0] if padding.even else 0)
+            self.past = self.past if padding.even else []
         self.in_graph, self.unfinished = tracked, False
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1), None
+        return pieces.joined(step.queries), None
 
     @property
-    def _state_rows(self) -> int:
+    def _state_columns(self) -> int:
+        """`S`"""
         return 0 if self.state is None else self.state.rows
 
-    def _write(self, keys, values, gates, positions, copy: bool) -> None:
-        """Puts tokens at the end of the window, in place or in a copy."""
-        place = self._state_rows + self.fill
-        self.keys = _put(self.keys, F.pad(keys, (0, self.bias_channels)), 2, place, copy)
-        self.values = _put(self.values, values, 2, place, copy)
-        self.positions = _put(self.positions, positions, 1, self.fill, copy)
-        if gates is not None:
-            self.gates = _put(self.gates, gates, 2, self.fill, copy)
-        self.fill += keys.shape[2]
-        self.seen += keys.shape[2]
+    @property
+    def _bias_is_in_keys(self) -> bool:
+        return self.keys.shape[-1] > self.values.shape[-1]
 
-    def _open_chunk(self, step: KVMStep) -> None:
-        """Moves the window on by one chunk: absorbs the block that leaves it and lays out state and window anew."""
-        rule, rows, chunk = self.rule, self._state_rows, self.rule.chunk_size
-        block = self._leaving_block(step)
-        if self.state is None:
-            self.state = found(rule, block)
+    def _write(self, new: dict[str, torch.Tensor], take: list[int], in_place: bool) -> None:
+        """Puts the last `take[b]` tokens of each sequence's new columns at the end of its window."""
+        size, width = max(take), self.positions.shape[1]
+        extra = self.keys.shape[-1] - self.values.shape[-1]
+        new["keys"] = F.pad(new["keys"], (0, extra)) if extra else new["keys"]
+        after = [fill + count for fill, count in zip(self.fills, take)]
+        if len(set(take)) == 1 and self.stop + size <= width:
+            for name, tokens in new.items():
+                start = self._start(name) + self.stop
+                setattr(self, name, _put(getattr(self, name), tokens, DIM[name], start, in_place))
+            self.fills, self.stop = after, self.stop + size
         else:
-            self.state = absorb(rule, step.treatment, self.state, block, context=self.seen)
-
-        read = readout(rule, step.treatment, self.state)
-        keys = read.keys * step.state_scale()
-        if self.bias_channels:
-            keys = torch.cat([keys, read.bias[..., None] * keys.shape[-1] ** 0.5], dim=-1)
-            keys = F.pad(keys, (0, self.bias_channels - 1))
-
-        def lay_out(state_part, buffer):
-            """State, the window less the chunk that left it, room for the chunk that opens."""
-            kept = buffer[:, :, rows + chunk :]
-            return torch.cat(
-                [state_part.to(buffer.dtype), kept, torch.zeros_like(buffer[:, :, rows : rows + chunk])], 2
+            # Windows move so that all of them end in the same column again, with room for another chunk.
+            stop = max(after)
+            columns = torch.arange(self.rule.window_size + self.rule.chunk_size, device=self.keys.device)
+            fills = _each(self.fills, columns)
+            token = columns - stop + _each(after, columns)
+            source = torch.where(
+                token < fills, token + self.stop - fills, token - fills + width + size - _each(take, columns)
             )
+            source = source.clamp(0, width + size - 1).expand(len(take), -1)
+            for name, tokens in new.items():
+                held, dim, start = getattr(self, name), DIM[name], self._start(name)
+                window = torch.cat([held.narrow(dim, start, width), tokens.to(held.dtype)], dim)
+                setattr(self, name, torch.cat([held.narrow(dim, 0, start), take_columns(window, dim, source)], dim))
+            self.fills, self.stop = after, stop
+            has_bias = self.rule.count_bias and self.state is not None
+            self._mark(self.bias[:, :, : self._state_columns] if has_bias else None)
+        self.lengths = [length + count for length, count in zip(self.lengths, take)]
 
-        self.keys = lay_out(keys, self.keys)
-        self.values = lay_out(read.values, self.values)
-        self.bias = None if self.bias is None else lay_out(read.bias, self.bias)
-        self.gates = None if self.gates is None else self.gates.roll(-chunk, dims=2)
-        self.positions = self.positions.roll(-chunk, dims=1)
-        self.fill -= chunk
+    def _start(self, name: str) -> int:
+        """The column of a buffer in which the window begins."""
+        return self._state_columns if name in ("keys", "values") else 0
 
-    def _leaving_block(self, step: KVMStep) -> Block:
-        """The oldest chunk of the window, in the precision of the state."""
-        rows, chunk = self._state_rows, self.rule.chunk_size
-        keys = self.keys[:, :, rows : rows + chunk, : self.keys.shape[-1] - self.bias_channels]
+    def _open_chunk(self, step: KVMStep, opening: list[int]) -> None:
+        """Moves the windows of the sequences `opening` on by one chunk: absorbs the blocks that leave them, and lays
+        out state and window anew. All of them are full, and all of them have a state, or none has."""
+        rule, batch = self.rule, len(self.lengths)
+        chosen = None if len(opening) == batch else torch.tensor(opening, device=self.keys.device)
+
+        def of_opening(tensor):
+            return tensor if chosen is None else tensor.index_select(0, chosen)
+
+        def with_opening(tensor, part):
+            """`tensor` `[B, G, S, ...]` with `part` for the sequences that open a chunk; as many rows as both need."""
+            if chosen is None:
+                return part
+            if tensor is None:
+                tensor = part.new_zeros(batch, *part.shape[1:])
+            size = max(tensor.shape[2], part.shape[2])
+            return _widen(tensor, size).index_copy(0, chosen, _widen(part, size))
+
+        block = self._leaving_block(step, of_opening)
+        if self.rows[opening[0]] == 0:
+            state, held = found(rule, block), [rule.chunk_size] * len(opening)
+        else:
+            state, held = absorb(
+                rule,
+                step.treatment,
+                State(*map(of_opening, self.state)),
+                block,
+                held=[self.rows[b] for b in opening],
+                contexts=[self.lengths[b] for b in opening],
+            )
+        read = readout(rule, step.treatment, state)
+
+        before = self._state_columns
+        keys, values = self.keys[..., : self.values.shape[-1]], self.values
+        state_keys = with_opening(keys[:, :, :before], (read.keys * step.state_scale()).to(keys.dtype))
+        state_values = with_opening(values[:, :, :before], read.values.to(values.dtype))
+        state_bias = None
+        if read.bias is not None:
+            old = self.bias[:, :, :before] if before else None
+            state_bias = with_opening(old, read.bias.to(keys.dtype))
+        old_state = self.state or [None] * len(state)
+        self.state = State(*(with_opening(old, part) for old, part in zip(old_state, state)))
+        changed = dict(zip(opening, held))
+        self.rows = [changed.get(b, rows) for b, rows in enumerate(self.rows)]
+        self.fills = [fill - rule.chunk_size * (b in changed) for b, fill in enumerate(self.fills)]
+
+        # Columns that no sequence sees any more make room for new tokens.
+        free = self.stop - max(self.fills)
+
+        def moved_on(window, dim):
+            kept = window.narrow(dim, free, window.shape[dim] - free)
+            return torch.cat([kept, torch.zeros_like(window.narrow(dim, 0, free))], dim)
+
+        self.keys = torch.cat([state_keys, moved_on(keys[:, :, before:], 2)], dim=2)
+        self.values = torch.cat([state_values, moved_on(values[:, :, before:], 2)], dim=2)
+        self.gates = None if self.gates is None else moved_on(self.gates, 2)
+        self.positions = moved_on(self.positions, 1)
+        self.stop -= free
+        self._mark(state_bias)
+
+    def _leaving_block(self, step: KVMStep, of_opening: Callable[[torch.Tensor], torch.Tensor]) -> Block:
+        """The oldest chunk of full windows, in the precision of the state."""
+        begin, chunk = self.stop - self.rule.window_size, self.rule.chunk_size
+        columns = slice(self._state_columns + begin, self._state_columns + begin + chunk)
+        keys = of_opening(self.keys[:, :, columns, : self.values.shape[-1]])
         precise = torch.promote_types(keys.dtype, torch.float32)
-        keys, values = keys.to(precise), self.values[:, :, rows : rows + chunk].to(precise)
-        positions = self.positions[:, None, :chunk, None].expand(*keys.shape[:3], 1)
-        gates = torch.ones_like(keys[..., :1]) if self.gates is None else self.gates[:, :, :chunk].to(precise)
+        keys, values = keys.to(precise), of_opening(self.values[:, :, columns]).to(precise)
+        positions = of_opening(self.positions[:, begin : begin + chunk])[:, None, :, None].expand(*keys.shape[:3], 1)
+        if self.gates is None:
+            gates = torch.ones_like(keys[..., :1])
+        else:
+            gates = of_opening(self.gates[:, :, begin : begin + chunk]).to(precise)
         return Block(step.treatment.memory_keys(keys, positions), values, gates, positions.to(precise))
+
+    def _mark(self, state_bias: torch.Tensor | None) -> None:
+        """Lays out the bias anew: that of the state `[B, G, S]`, nothing for the window, and `HIDDEN` for the columns
+        between a sequence's last row and its first token in the window."""
+        state, columns = self._state_columns, self.keys.shape[2]
+        keys = self.keys[..., : self.values.shape[-1]]
+        even = set(self.rows) == {state} and set(self.fills) == {self.stop}
+        if state_bias is None and even:
+            self.bias, self.keys = None, keys
+            return
+        if state_bias is None:
+            state_bias = keys.new_zeros(keys.shape[0], 1, state)
+        self.bias = F.pad(state_bias, (0, columns - state))
+        if not even:
+            column = torch.arange(columns, device=keys.device)
+            first = state + self.stop - _each(self.fills, column)
+            hidden = (column >= _each(self.rows, column)) & (column < first)
+            self.bias = self.bias.masked_fill(hidden.reshape(-1, 1, columns), HIDDEN)
+        if not self.takes_mask:
+            # The kernel scales scores by `1 / sqrt(D)`.
+            carried = (self.bias * keys.shape[-1] ** 0.5).clamp_min(torch.finfo(keys.dtype).min)[..., None]
+            carried = F.pad(carried.expand(*keys.shape[:3], 1), (0, BIAS_CHANNELS - 1))
+            keys = torch.cat([keys, carried], dim=-1)
+        self.keys = keys
 
     def _check(self, key_states: torch.Tensor, step: KVMStep) -> None:
         """Refuses tokens that do not continue what the layer holds."""
@@ -252,11 +469,50 @@ class KVMLayer(CacheLayerMixin):
                 "The cache belongs to another model: its key/value heads, head dim or KVM settings differ "
                 f"({held[1]} heads of {held[2]}, {self.rule}; this model has {heads} heads of {dim}, {step.rule})."
             )
-        if self.keys.dtype != key_states.dtype or self.bias_channels != step.bias_channels:
+        if self.keys.dtype != key_states.dtype or self.takes_mask != step.takes_mask:
             raise ValueError(
                 f"The cache was filled with keys in {self.keys.dtype} for another attention implementation or dtype "
                 f"than this call's ({key_states.dtype}). Use a new cache."
             )
+
+
+class _Pieces:
+    """The tokens of one call, `total` columns, in pieces of which each sequence takes as many as it has room for. In a
+    piece, a sequence's tokens come last."""
+
+    def __init__(self, total: int, batch: int):
+        self.total = total
+        self.done, self.history, self.outputs = [0] * batch, [], []
+
+    def next(self, take: list[int]) -> Callable[[torch.Tensor, int], torch.Tensor]:
+        """A function that picks the next `take[b]` tokens from a tensor along a dimension."""
+        done, size = self.done, max(take)
+        self.history.append((done, take))
+        self.done = [start + count for start, count in zip(done, take)]
+        if len(set(done)) == len(set(take)) == 1:
+            return lambda tensor, dim: tensor if size == self.total else tensor.narrow(dim, done[0], size)
+
+        def pick(tensor, dim):
+            columns = torch.arange(size, device=tensor.device)
+            index = columns + _each(self.done, columns) - size
+            return take_columns(tensor, dim, index.clamp(0, self.total - 1).expand(len(take), -1))
+
+        return pick
+
+    def joined(self, queries: torch.Tensor) -> torch.Tensor:
+        """The outputs `[B, total, H, D]` of all pieces, in the order of the tokens; anything for pads."""
+        if not self.outputs:
+            return torch.zeros_like(queries.transpose(1, 2))
+        outputs = self.outputs[0] if len(self.outputs) == 1 else torch.cat(self.outputs, dim=1)
+        if all(len(set(done)) == len(set(take)) == 1 for done, take in self.history) and outputs.shape[1] == self.total:
+            return outputs
+        token = torch.arange(self.total, device=queries.device)
+        source, stop = torch.zeros(len(self.done), self.total, dtype=torch.long, device=queries.device), 0
+        for done, take in self.history:
+            stop += max(take)
+            start, after = _each(done, token), _each([a + b for a, b in zip(done, take)], token)
+            source = torch.where((token >= start) & (token < after), token - after + stop, source)
+        return take_columns(outputs, 1, source)
 
 
 class KVMStaticLayer(StaticLayer):
@@ -274,7 +530,8 @@ class KVMStaticLayer(StaticLayer):
 class KVMCache(DynamicCache):
     """The cache of a KVM model: a `KVMLayer` per `kvm_attention` layer, transformers' own layers for the others.
 
-    The same as `DynamicCache(config=model.config)`, which `generate()` makes by itself, with a count of its bytes.
+    Works as `DynamicCache(config=model.config)`, which `generate()` makes by itself, and can tell what it holds, and be
+    saved.
 
     Args:
         config: the model's `KVMConfig`.
@@ -282,19 +539,143 @@ class KVMCache(DynamicCache):
 
     def __init__(self, config, **kwargs):
         super().__init__(config=config, **kwargs)
+        self.identity = _identity(config)
 
     def crop(self, tokens_to_remove: int) -> None:
-        refuse_crop(tokens_to_remove)  # before any layer is touched
+        for layer in self.layers:
+            if hasattr(layer, "check_crop"):
+                layer.check_crop(tokens_to_remove)  # before any layer is touched
+        super().crop(tokens_to_remove)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors held, on whatever device."""
-        return sum(
-            tensor.numel() * tensor.element_size()
-            for layer in self.layers
-            for tensor in (layer.tensors().values() if hasattr(layer, "tensors") else (layer.keys, layer.values))
-            if tensor is not None
+        """Bytes of all tensors held, recorded past included, on whatever device."""
+        return sum(_nbytes(layer) for layer in self.layers)
+
+    @property
+    def rows(self) -> list[list[int]]:
+        """State rows that each layer holds of each sequence; an empty list for layers that have no state."""
+        return [list(getattr(layer, "rows", [])) for layer in self.layers]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens seen of each sequence, padding not counted; empty before the first token."""
+        return next((list(layer.lengths) for layer in self.layers if hasattr(layer, "lengths")), [])
+
+    def summary(self) -> None:
+        """Prints a short table: what the layers hold, those that hold the same in one line."""
+        lines = []
+        for index, (layer, kind) in enumerate(zip(self.layers, self.identity["layer_types"])):
+            in_window = getattr(layer, "fills", None)
+            if in_window is None:
+                in_window = [layer.keys.shape[2]] if layer.is_initialized else []
+            facts = (kind, _span(getattr(layer, "rows", [])), _span(in_window), _nbytes(layer))
+            if lines and lines[-1][2] == facts:
+                lines[-1][1] = index
+            else:
+                lines.append([index, index, facts])
+        tokens = _span(self.lengths or [self.get_seq_length()])
+        print(
+            f"{type(self).__name__}: {tokens} tokens in each of {len(self.lengths)} sequences, {self.nbytes / 2**20:.2f} MiB"
         )
+        print(f"{'layers':>9}  {'type':<20}{'state rows':>12}{'tokens kept':>13}{'KiB each':>12}")
+        for first, last, (kind, rows, kept, size) in lines:
+            layers = f"{first}" if first == last else f"{first}-{last}"
+            print(f"{layers:>9}  {kind:<20}{rows:>12}{kept:>13}{size / 1024:>12.1f}")
+
+    def save_pretrained(self, save_directory: str | os.PathLike) -> None:
+        """Writes what the cache holds to `cache.safetensors` in a folder, which is made if need be; a file that is
+        there is replaced once the new one is whole. What was recorded for `crop` is not saved.
+
+        Raises:
+            ValueError: a call with the cache failed half-way, so that nobody knows what it holds.
+        """
+        layers, tensors = [], {}
+        for index, layer in enumerate(self.layers):
+            if getattr(layer, "unfinished", False):
+                raise ValueError("An earlier call with this cache failed half-way, so it cannot be saved.")
+            facts = {name: getattr(layer, name) for name in SAVED if hasattr(layer, name)}
+            held = layer.tensors() if hasattr(layer, "tensors") else {"keys": layer.keys, "values": layer.values}
+            held = {name: tensor for name, tensor in held.items() if tensor is not None}
+            layers.append(facts | {"tensors": sorted(held)})
+            # Beams and views may share storage, which the format does not take.
+            tensors |= {f"{index}.{name}": tensor.detach().clone().contiguous() for name, tensor in held.items()}
+        facts = {"version": FILE_VERSION, "identity": self.identity, "layers": layers}
+        os.makedirs(save_directory, exist_ok=True)
+        path = os.path.join(save_directory, CACHE_FILE)
+        save_file(tensors, path + ".incomplete", metadata={"kvm_cache": json.dumps(facts)})
+        os.replace(path + ".incomplete", path)
+
+    @classmethod
+    def from_pretrained(cls, directory: str | os.PathLike, config, device: str | torch.device = "cpu") -> "KVMCache":
+        """Reads a cache that `save_pretrained` wrote, to continue where it ended.
+
+        Args:
+            config: that of the model that will continue. It must say the same of everything that shapes the cache; the
+                weights are not compared.
+            device: where the tensors go. KVM layers move on from there to the device of the model's layer.
+
+        Raises:
+            FileNotFoundError: there is no `cache.safetensors`.
+            ValueError: the file is damaged, not a cache, of a later version, or of another model.
+        """
+        path = os.path.join(directory, CACHE_FILE)
+        if not os.path.isfile(path):
+            raise FileNotFoundError(f"There is no {CACHE_FILE} in {directory}: `cache.save_pretrained` writes it.")
+        try:
+            with safe_open(path, framework="pt", device=str(device)) as file:
+                facts = json.loads((file.metadata() or {}).get("kvm_cache", "null"))
+                tensors = {name: file.get_tensor(name) for name in file.keys()}
+        except (SafetensorError, json.JSONDecodeError) as error:
+            raise ValueError(f"{path} is damaged, perhaps cut short ({error}). Make the cache anew.") from error
+        if facts is None:
+            raise ValueError(f"{path} was not written by `KVMCache.save_pretrained`.")
+        if facts["version"] != FILE_VERSION:
+            raise ValueError(f"{path} has version {facts['version']} of the format; this code reads {FILE_VERSION}.")
+        cache = cls(config)
+        names = cache.identity.keys() | facts["identity"].keys()
+        other = [name for name in sorted(names) if cache.identity.get(name) != facts["identity"].get(name)]
+        if other:
+            name = other[0]
+            raise ValueError(
+                f"{path} is the cache of another model: {', '.join(other)} differ (`{name}` is "
+                f"{facts['identity'].get(name)} there, {cache.identity.get(name)} here)."
+            )
+        for index, (layer, saved) in enumerate(zip(cache.layers, facts["layers"], strict=True)):
+            held = {name: tensors.get(f"{index}.{name}") for name in saved.pop("tensors")}
+            if any(tensor is None for tensor in held.values()):
+                raise ValueError(f"{path} lacks tensors of layer {index}. Make the cache anew.")
+            if held:
+                layer.device = held["keys"].device
+                if hasattr(layer, "tensors"):
+                    layer.rule = StateRule.from_config(config)
+                    state = [held.pop(f"state.{name}", None) for name in State._fields]
+                    layer.state = None if state[0] is None else State(*state)
+                else:
+                    layer.lazy_initialization(held["keys"], held["values"])
+                layer.is_initialized = True
+                vars(layer).update(saved | held)
+        return cache
+
+
+def _identity(config) -> dict:
+    """The fields of a config that decide what a cache's tensors mean, as JSON has them."""
+    own = (name for name in vars(type(config))["__annotations__"] if name not in IRRELEVANT)
+    return json.loads(json.dumps({name: getattr(config, name) for name in own}))
+
+
+def _nbytes(layer) -> int:
+    held = [vars(layer), *getattr(layer, "past", [])]
+    tensors = [part[name] for part in held for name in TENSORS if part.get(name) is not None]
+    tensors += [tensor for part in held for tensor in part.get("state") or ()]
+    return sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in tensors}.values())
+
+
+def _span(counts: list[int]) -> str:
+    """What a table says of a number per sequence."""
+    if not counts:
+        return "-"
+    return f"{counts[0]}" if len(set(counts)) == 1 else f"{min(counts)}-{max(counts)}"
 
 
 def _without_autocast(device_type: str):
@@ -304,20 +685,21 @@ def _without_autocast(device_type: str):
     return nullcontext()
 
 
-def refuse_crop(tokens_to_remove: int) -> None:
-    if tokens_to_remove != 0:
-        raise ValueError(
-            f"A KVM cache cannot drop {abs(tokens_to_remove)} tokens: its state has merged older ones. Assisted "
-            "generation and prompt lookup need a model without `kvm_attention` layers for now; to reuse a prompt, "
-            "`copy.deepcopy` its cache before continuing."
-        )
-
-
-def _put(buffer: torch.Tensor, new: torch.Tensor, dim: int, start: int, copy: bool) -> torch.Tensor:
+def _put(buffer: torch.Tensor, new: torch.Tensor, dim: int, start: int, in_place: bool) -> torch.Tensor:
     """`buffer` with `new` written at `start`, in place or in a copy."""
     size = new.shape[dim]
-    if copy:
-        after = buffer.narrow(dim, start + size, buffer.shape[dim] - start - size)
-        return torch.cat([buffer.narrow(dim, 0, start), new.to(buffer.dtype), after], dim=dim)
-    buffer.narrow(dim, start, size).copy_(new)
-    return buffer
+    if in_place:
+        buffer.narrow(dim, start, size).copy_(new)
+        return buffer
+    after = buffer.narrow(dim, start + size, buffer.shape[dim] - start - size)
+    return torch.cat([buffer.narrow(dim, 0, start), new.to(buffer.dtype), after], dim=dim)
+
+
+def _widen(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    """`[B, G, M, ...]` with rows added up to `rows`. They hold 1, so that nothing is divided by zero."""
+    return F.pad(tensor, (0, 0) * (tensor.ndim - 3) + (0, rows - tensor.shape[2]), value=1.0)
+
+
+def _each(counts: list[int], like: torch.Tensor) -> torch.Tensor | int:
+    """A number per sequence as `[B, 1]`, or the one number if they are all the same."""
+    return counts[0] if len(set(counts)) == 1 else torch.tensor(counts, device=like.device)[:, None]

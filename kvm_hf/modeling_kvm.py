@@ -7,7 +7,7 @@ of transformers' model files: norm, RoPE, MLP, attention, layer, model, heads.
 Depends on `configuration_kvm`, `state_kvm`, `attention_kvm` and `cache_kvm` beside it, and on transformers.
 """
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 
 import torch
@@ -31,9 +31,10 @@ from transformers.utils import can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from .attention_kvm import attend, bias_channels, eager_attention, repeat_heads
+from .attention_kvm import attend, eager_attention, repeat_heads, takes_mask
 from .cache_kvm import KVMCache, KVMLayer, KVMStep
 from .configuration_kvm import KVMConfig
+from .padding_kvm import check_padded_positions, packed_positions, read_packing, read_padding
 from .state_kvm import NormalizedKeys, PositionalKeys, StateRule
 
 # transformers 5.24 calls the cache `cache` in inputs and outputs, releases before it `past_key_values`.
@@ -137,6 +138,7 @@ class KVMDotProductAttention(nn.Module):
         self.attention_dropout = config.attention_dropout
         self.is_causal = True
         self.use_rope = config.uses_rope(layer_idx)
+        self.use_qk_norm = config.use_qk_norm
         self.sliding_window = config.sliding_window if config.layer_types[layer_idx] == "sliding_attention" else None
 
         queries, keys, bias = config.num_attention_heads, config.num_key_value_heads, config.attention_bias
@@ -154,7 +156,7 @@ class KVMDotProductAttention(nn.Module):
         query = self.q_proj(hidden).view(shape)
         key = self.k_proj(hidden).view(shape)
         value = self.v_proj(hidden).view(shape).transpose(1, 2)
-        if self.config.use_qk_norm:
+        if self.use_qk_norm:
             query, key = self.q_norm(query), self.k_norm(key)
         query, key = query.transpose(1, 2), key.transpose(1, 2)
         if self.use_rope:
@@ -162,7 +164,9 @@ class KVMDotProductAttention(nn.Module):
             query, key = apply_rotary(query, cos, sin), apply_rotary(key, cos, sin)
         return query, key, value
 
-    def forward(self, hidden, position_embeddings, attention_mask, cache, **kwargs) -> tuple[torch.Tensor, None]:
+    def forward(
+        self, hidden, position_embeddings, attention_mask, cache, position_ids, **kwargs
+    ) -> tuple[torch.Tensor, None]:
         query, key, value = self.project(hidden, position_embeddings)
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
@@ -176,6 +180,7 @@ class KVMDotProductAttention(nn.Module):
             dropout=self.attention_dropout if self.training else 0.0,
             scaling=self.scaling,
             sliding_window=self.sliding_window,
+            position_ids=position_ids,  # flash attention finds packed sequences by them
         )
         return self.o_proj(output.flatten(2)), None
 
@@ -195,18 +200,20 @@ class KVMAttention(KVMDotProductAttention):
         super().__init__(config, layer_idx)
         heads = config.num_key_value_heads
         self.rule = StateRule.from_config(config)
+        self.rotary_channels = config.rotary_channels
+        self.is_gated, self.has_temperatures = config.gate_keys or config.gate_values, config.region_temperatures
         if config.state_treatment == "normalized":
             self.state_norm = KVMStateLayerNorm(config.head_dim, eps=1e-5)
-        if config.gate_keys or config.gate_values:
+        if self.is_gated:
             self.merge_gate = nn.Linear(config.hidden_size, heads, bias=False)
-        if config.region_temperatures:
+        if self.has_temperatures:
             self.state_temperature = nn.Parameter(torch.ones(heads))
             self.window_temperature = nn.Parameter(torch.ones(heads))
 
     def treatment(self, rotary: KVMRotaryEmbedding):
         """How keys enter the state, are compared with it, and are read from it."""
         if self.rule.state_treatment == "normalized":
-            return NormalizedKeys(self.state_norm, self.config.rotary_channels if self.use_rope else 0)
+            return NormalizedKeys(self.state_norm, self.rotary_channels if self.use_rope else 0)
         return PositionalKeys(rotary.rotate if self.use_rope else lambda keys, positions, inverse: keys)
 
     def _window_scale(self) -> torch.Tensor:
@@ -216,20 +223,23 @@ class KVMAttention(KVMDotProductAttention):
 
     def _state_scale(self) -> torch.Tensor | float:
         """What the keys of the state are multiplied by, `[G, 1, 1]`."""
-        if not self.config.region_temperatures:
+        if not self.has_temperatures:
             return 1.0
         return self.state_temperature[:, None, None] / self._window_scale()
 
-    def forward(self, hidden, position_embeddings, attention_mask, cache, position_ids, rotary):
+    def forward(self, hidden, position_embeddings, attention_mask, cache, position_ids, padding, sequences, rotary):
+        """`position_ids` and `position_embeddings` are those of `hidden` after `padding.align`."""
+        if padding is not None:
+            hidden = padding.align(hidden)
         query, key, value = self.project(hidden, position_embeddings)
 
         gates = None
-        if hasattr(self, "merge_gate"):
+        if self.is_gated:
             gates = (1 + nn.functional.elu(self.merge_gate(hidden))).transpose(1, 2)[..., None]
 
         # The temperature of window keys is put on the queries, and its inverse on the state's keys: the same scores,
         # while the buffer holds the keys that the state will need.
-        if self.config.region_temperatures:
+        if self.has_temperatures:
             query = query * repeat_heads(self._window_scale()[None], self.num_key_value_groups).to(query.dtype)
 
         step = KVMStep(
@@ -239,14 +249,37 @@ class KVMAttention(KVMDotProductAttention):
             gates=gates,
             positions=position_ids.expand(hidden.shape[:2]),
             state_scale=self._state_scale,
-            bias_channels=bias_channels(self.config._attn_implementation, self.rule.count_bias),
+            takes_mask=takes_mask(self.config._attn_implementation),
             attend=partial(attend, self, dropout=self.attention_dropout if self.training else 0.0),
+            padding=padding,
         )
-        if cache is None:
-            output, _ = KVMLayer().update(key, value, step)
-        else:
+        if cache is not None:
             output, _ = cache.update(key, value, self.layer_idx, step)
-        return self.o_proj(output.flatten(2)), None
+        else:
+            output = self._without_cache(key, value, step, sequences)
+        output = self.o_proj(output.flatten(2))
+        return output if padding is None else padding.restore(output), None
+
+    def _without_cache(self, key, value, step: KVMStep, sequences: list[list[slice]]) -> torch.Tensor:
+        """Each packed sequence in a layer of its own, which is thrown away. Pads after a sequence change nothing before
+        them, and here nothing comes after them."""
+        step = replace(step, padding=None)
+        if len(sequences) == len(sequences[0]) == 1:
+            return KVMLayer().update(key, value, step)[0]
+        rows = []
+        for number, parts in enumerate(sequences):
+            row = slice(None) if len(sequences) == 1 else slice(number, number + 1)
+            outputs = []
+            for part in parts:
+                of_part = replace(
+                    step,
+                    queries=step.queries[row, :, part],
+                    gates=None if step.gates is None else step.gates[row, :, part],
+                    positions=step.positions[row, part],
+                )
+                outputs.append(KVMLayer().update(key[row, :, part], value[row, :, part], of_part)[0])
+            rows.append(torch.cat(outputs, dim=1))
+        return torch.cat(rows)
 
 
 class KVMDecoderLayer(GradientCheckpointingLayer):
@@ -281,9 +314,9 @@ class KVMPreTrainedModel(PreTrainedModel):
         """Also gives what a checkpoint lacks its neutral value: gates and temperatures 1, `state_norm` plain."""
         super()._init_weights(module)
         if isinstance(module, KVMAttention):
-            if hasattr(module, "merge_gate"):
+            if module.is_gated:
                 init.zeros_(module.merge_gate.weight)
-            if self.config.region_temperatures:
+            if module.has_temperatures:
                 init.ones_(module.state_temperature)
                 init.ones_(module.window_temperature)
 
@@ -318,19 +351,22 @@ class KVMModel(KVMPreTrainedModel):
         past_key_values: Cache | None = None,
         **kwargs,
     ) -> BaseModelOutputWithPast:
-        """As transformers' `LlamaModel.forward`; `past_key_values` is the older name of `cache`. Given `position_ids`
-        must go up by one and continue those that the cache has seen.
+        """As transformers' `LlamaModel.forward`; `past_key_values` is the older name of `cache`.
+
+        Batches may be padded on the left or the right (`attention_mask`), or packed (`position_ids` that restart at 0,
+        or the `cu_seq_lens_q` of transformers' flattening collator): every sequence gives what it gives alone. Packed
+        sequences leave no cache behind.
 
         Raises:
-            ValueError: an empty input; padding, packed sequences, 4D masks or `output_attentions`, which KVM layers do
-                not take; a cache that was not made for this model.
+            ValueError: an empty input; masks other than padding, `output_attentions`, and combinations that KVM layers
+                do not take; a cache that was not made for this model, or does not fit the mask.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Give exactly one of `input_ids` and `inputs_embeds`.")
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
         cache = self._resolve_cache(cache, past_key_values, use_cache)
-        past = 0 if cache is None else cache.get_seq_length()
+        past = 0 if cache is None else int(cache.get_seq_length())  # a tensor after crop() of some layers
         if inputs_embeds.ndim != 3:
             raise ValueError(f"`input_ids` must be 2D (batch, tokens), got {inputs_embeds.ndim - 1}D.")
         batch, length = inputs_embeds.shape[:2]
@@ -339,34 +375,81 @@ class KVMModel(KVMPreTrainedModel):
                 f"The input is empty ({batch} sequences of {length} tokens): give at least one token. (`generate()` cuts "
                 "off what the cache has seen already: give it all ids so far, or an `attention_mask` for all of them.)"
             )
-
         if kwargs.get("output_attentions", self.config.output_attentions):
             raise ValueError(
                 "`output_attentions=True` is not available: KVM layers attend to rows that stand for many tokens, so "
                 "there is no weight per token."
             )
-        _refuse_unsupported(attention_mask, position_ids, (batch, past + length), length, kwargs.get("cu_seq_lens_q"))
+        if position_ids is not None and (position_ids.shape[-1] != length or position_ids.shape[0] not in (1, batch)):
+            raise ValueError(
+                f"`position_ids` has shape {tuple(position_ids.shape)}, expected (1 or {batch}, {length}) here."
+            )
+
+        lengths = self._lengths(cache, batch)
+        sliding = "sliding_attention" in self.config.layer_types
+        padding = read_padding(attention_mask, batch, past, length, lengths, sliding)
+        device, borders = inputs_embeds.device, kwargs.get("cu_seq_lens_q")
+        sequences = [[slice(0, length)]]
+        if padding is None:
+            sequences = read_packing(position_ids, borders, length)
+        elif borders is not None:
+            raise ValueError("Packed sequences (`cu_seq_lens_q`) cannot be padded: leave `attention_mask` out.")
+        packed = any(len(row) > 1 for row in sequences)
+        if packed:
+            if past:
+                raise ValueError("Packed sequences cannot continue a cache: each of them starts anew.")
+            cache = None
+
         if position_ids is None:
-            position_ids = torch.arange(past, past + length, device=inputs_embeds.device)[None]
+            position_ids = past + packed_positions(sequences[0], device)
+            if padding is not None and lengths is not None:
+                position_ids = padding.positions(lengths, device)
+            elif lengths is not None and set(lengths) != {past}:
+                position_ids = position_ids - past + torch.tensor(lengths, device=device)[:, None]
+        aligned = position_ids  # as KVM layers see them
+        if padding is not None:
+            position_ids = position_ids.expand(batch, -1)
+            check_padded_positions(position_ids, padding)
+            aligned = padding.align(position_ids)
 
         masks = {"kvm_attention": None}
         make_mask = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
+        # A mask of ones says nothing, and would hide packed sequences from transformers.
+        dense = packed or (padding is None and lengths is not None and set(lengths) == {past})
         for layer_type in set(self.config.layer_types) - set(masks):
-            # Nothing is padded or packed, so the mask follows from lengths alone.
-            masks[layer_type] = make_mask[layer_type](self.config, inputs_embeds, None, cache)
+            masks[layer_type] = make_mask[layer_type](
+                self.config,
+                inputs_embeds,
+                None if dense else attention_mask,
+                cache,
+                position_ids=position_ids if packed else None,
+            )
 
         hidden = inputs_embeds
-        position_embeddings = tuple(table.to(hidden.dtype) for table in self.rotary_emb(position_ids))
+        tables = self._tables(position_ids, hidden.dtype)
+        aligned_tables = tables if padding is None else self._tables(aligned, hidden.dtype)
         for layer, layer_type in zip(self.layers, self.config.layer_types):
             hidden = layer(
                 hidden,
-                position_embeddings=position_embeddings,
+                position_embeddings=aligned_tables if layer_type == "kvm_attention" else tables,
                 attention_mask=masks[layer_type],
                 cache=cache,
-                position_ids=position_ids,
+                position_ids=aligned if layer_type == "kvm_attention" else position_ids,
+                padding=padding,
+                sequences=sequences,
                 rotary=self.rotary_emb,
             )
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden), **{CACHE_NAME: cache})
+
+    def _tables(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        return tuple(table.to(dtype) for table in self.rotary_emb(positions))
+
+    def _lengths(self, cache: Cache | None, batch: int) -> list[int] | None:
+        """Tokens that the cache holds of each sequence; None if the model has no layers that count them."""
+        if "kvm_attention" not in self.config.layer_types:
+            return None
+        held = [] if cache is None else cache.layers[self.config.layer_types.index("kvm_attention")].lengths
+        return held or [0] * batch
 
     def _resolve_cache(self, cache, past_key_values, use_cache) -> Cache | None:
         """The one cache to use, whatever it was called; a new one if asked for."""
@@ -403,40 +486,12 @@ class KVMModel(KVMPreTrainedModel):
                 f"The cache ({type(cache).__name__}) was not made for this model's layers. Use "
                 "`KVMCache(model.config)`, or `DynamicCache(config=model.config)`, or let `generate()` make one."
             )
-        seen = {layer.get_seq_length() for layer in layers}
+        seen = {int(layer.get_seq_length()) for layer in layers}
         if len(seen) > 1:
             raise ValueError(
                 f"The layers of the cache have seen different numbers of tokens ({sorted(seen)}): an earlier call failed "
                 "half-way, or some of them were cropped. Start again with a new cache."
             )
-
-
-def _refuse_unsupported(attention_mask, position_ids, shape, length, cu_seq_lens) -> None:
-    """Says in a sentence what KVM layers cannot take, rather than compute something else."""
-    if attention_mask is not None:
-        if getattr(attention_mask, "ndim", None) != 2:
-            raise ValueError(
-                "`attention_mask` must be 2D (batch, tokens so far): KVM layers are causal over state and window and "
-                "take no other pattern."
-            )
-        if tuple(attention_mask.shape) != shape:
-            raise ValueError(
-                f"`attention_mask` has shape {tuple(attention_mask.shape)}, expected {shape}: one entry for every "
-                "token so far, those in the cache included."
-            )
-        if not (attention_mask == 1).all():
-            raise ValueError(
-                "Padded batches are not supported yet: `attention_mask` must be 1 for every token. Batch sequences of "
-                "one length, or run them one by one."
-            )
-    if position_ids is not None and (position_ids.ndim != 2 or position_ids.shape[1] != length):
-        raise ValueError(f"`position_ids` has shape {tuple(position_ids.shape)}, expected (batch, {length}).")
-    packed = position_ids is not None and length > 1 and (position_ids.diff(dim=-1) != 1).any()
-    if packed or cu_seq_lens is not None:
-        raise ValueError(
-            "Packed sequences are not supported yet: `position_ids` must go up by one. Run the sequences as rows of "
-            "a batch."
-        )
 
 
 class KVMForCausalLM(KVMPreTrainedModel, GenerationMixin):

@@ -181,29 +181,44 @@ def found(rule: StateRule, block: Block) -> State:
     return state._replace(radius=block.values.norm(dim=-1, keepdim=True))
 
 
-def absorb(rule: StateRule, treatment: KeyTreatment, state: State, block: Block, context: int) -> State:
+def absorb(
+    rule: StateRule, treatment: KeyTreatment, state: State, block: Block, held: list[int], contexts: list[int]
+) -> tuple[State, list[int]]:
     """Folds one block that leaves the window into the state (section 3, steps 1 to 3).
 
     Both choices, which tokens found rows and which row a token joins, are constants to autograd; gradients reach keys,
     values and gates through the sums.
 
     Args:
-        context: position of the token that opens the new chunk, which is the number of tokens that were queries.
+        held: rows that each of the `B` sequences holds; where that is fewer than `M`, the rest is not looked at.
+        contexts: per sequence the position of the token that opens the new chunk, which is the number of tokens that
+            were queries.
+
+    Returns:
+        The new state, and the rows that each sequence holds of it.
     """
-    n_append = rows_to_append(rule, context, state.rows)
-    if n_append > 0:
+    appended = [rows_to_append(rule, context, rows) for context, rows in zip(contexts, held)]
+    least, most = min(appended), max(appended)
+    if most > 0:
         with torch.no_grad():
-            familiarity = treatment.similarity(block.keys, state.key_sum).amax(dim=-1)  # [B, G, C]
-            order = _lowest_first(familiarity, n_append)
-            novel, rest = order[..., :n_append].sort().values, order[..., n_append:].sort().values
+            similarity = _of_held_rows(treatment.similarity(block.keys, state.key_sum), held)
+            order = _lowest_first(similarity.amax(dim=-1), appended)  # [B, G, C]
+            # Where one sequence founds fewer rows than another, surplus tokens fill both selections up.
+            places, counts = torch.arange(rule.chunk_size, device=order.device), _per_sequence(appended, order)
+            novel, _ = _by_position(order[..., :most], places[:most] >= counts, rule.chunk_size)
+            rest, founders = _by_position(order[..., least:], places[least:] < counts, rule.chunk_size)
         founded = _rows(rule, block.select(novel), gated=rule.gate_appends)
-        state = State(*(torch.cat(pair, dim=2) for pair in zip(state, founded)))
+        state = State(*(_append(total, part, held) for total, part in zip(state, founded)))
+        held = [rows + count for rows, count in zip(held, appended)]
         block = block.select(rest)
 
-    if n_append < rule.chunk_size:
+    if least < rule.chunk_size:
         joining = _rows(rule, block, gated=True)
+        if least < most:
+            joining = State(*(part.masked_fill(founders[..., None], 0) for part in joining))
         with torch.no_grad():
             similarity = treatment.similarity(joining.key_sum, state.key_sum)[..., rule.num_sink_tokens :]
+            similarity = _of_held_rows(similarity, [rows - rule.num_sink_tokens for rows in held])
             target = _first_highest(similarity) + rule.num_sink_tokens  # [B, G, c, 1]
         state = State(
             *(
@@ -211,7 +226,7 @@ def absorb(rule: StateRule, treatment: KeyTreatment, state: State, block: Block,
                 for name, total, part in zip(State._fields, state, joining)
             )
         )
-    return state
+    return state, held
 
 
 def readout(rule: StateRule, treatment: KeyTreatment, state: State) -> Readout:
@@ -241,6 +256,39 @@ def _rows(rule: StateRule, block: Block, gated: bool) -> State:
     )
 
 
+def _per_sequence(counts: list[int], like: torch.Tensor) -> torch.Tensor | int:
+    """A number per sequence as `[B, 1, 1]`, or the one number if they are all the same."""
+    if len(set(counts)) == 1:
+        return counts[0]
+    return torch.tensor(counts, device=like.device)[:, None, None]
+
+
+def _of_held_rows(similarity: torch.Tensor, held: list[int]) -> torch.Tensor:
+    """`[B, G, C, M]` in which a row that its sequence does not hold cannot be the first with the highest value."""
+    if set(held) == {similarity.shape[-1]}:
+        return similarity
+    rows = torch.arange(similarity.shape[-1], device=similarity.device)
+    absent = (rows >= _per_sequence(held, similarity)).reshape(-1, 1, 1, rows.numel())
+    return torch.where(absent, similarity[..., :1], similarity)
+
+
+def _append(total: torch.Tensor, new: torch.Tensor, held: list[int]) -> torch.Tensor:
+    """`[B, G, M + c, d]`: rows `[B, G, M, d]`, of which each sequence holds `held`, and right after those the new ones
+    `[B, G, c, d]`."""
+    both = torch.cat([total, new], dim=2)
+    if set(held) == {total.shape[2]}:
+        return both
+    column, rows = torch.arange(both.shape[2], device=both.device), _per_sequence(held, both)
+    source = torch.where(column < rows, column, column - rows + total.shape[2]).clamp_max(both.shape[2] - 1)
+    return both.gather(2, source.reshape(-1, 1, both.shape[2], 1).expand(both.shape))
+
+
+def _by_position(chosen: torch.Tensor, surplus: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens `[B, G, c]` of a block of `size` in order of position, those that are `surplus` last, and which these are."""
+    marked = (chosen + size * surplus).sort(dim=-1).values
+    return marked % size, marked >= size
+
+
 def _first_highest(similarity: torch.Tensor) -> torch.Tensor:
     """Index `[..., 1]` of the highest of `[..., M]`, the lowest index on a tie.
 
@@ -251,9 +299,11 @@ def _first_highest(similarity: torch.Tensor) -> torch.Tensor:
     return (similarity >= highest - _rounding(similarity)).to(torch.uint8).argmax(dim=-1, keepdim=True)
 
 
-def _lowest_first(values: torch.Tensor, count: int) -> torch.Tensor:
-    """Indices of `[..., C]` with the `count` lowest values in front; among ties for the last place the first ones."""
-    last = values.kthvalue(count, dim=-1, keepdim=True).values
+def _lowest_first(values: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    """Indices of `[B, G, C]` with the `counts[b]` lowest values in front; among ties for the last place the first
+    ones."""
+    place = torch.zeros_like(values[..., :1], dtype=torch.long) + _per_sequence(counts, values) - 1
+    last = values.sort(dim=-1).values.gather(-1, place.clamp_min(0))
     tolerance = _rounding(values)
     rank = (values >= last - tolerance).to(torch.uint8) + (values > last + tolerance).to(torch.uint8)
     return rank.sort(dim=-1, stable=True).indices

@@ -27,7 +27,7 @@ def test_logits_and_state_equal_the_golden_case(case, feed):
         for index, layer in enumerate(cache.layers):
             if model.config.layer_types[index] != "kvm_attention":
                 continue
-            assert layer.seen - layer.fill == golden[f"row0.layer{index}.covered"]
+            assert layer.seen - layer.fills[0] == golden[f"row0.layer{index}.covered"]
             for name in State._fields:
                 expected = golden[f"row0.layer{index}.{name}"]
                 error = (getattr(layer.state, name)[0] - expected).abs().max()

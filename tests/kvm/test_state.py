@@ -75,7 +75,7 @@ def run_recurrence(mode: str, sizes: list[int], inputs: dict[str, torch.Tensor])
                 gates=inputs["merge_gate"][:, :, piece],
                 positions=positions,
                 state_scale=lambda: scale,
-                bias_channels=0,
+                takes_mask=True,
                 attend=lambda *args: attend(Head(16), *args, dropout=0.0),
             ),
         )
@@ -130,8 +130,8 @@ def test_value_means_divide_by_the_tokens_in_the_row():
 def test_ties_go_to_the_lowest_row_and_the_first_tokens():
     noise = torch.tensor([0.0, 1e-16, -1e-16, 1e-16], dtype=torch.float64)
     assert _first_highest(1 + noise) == 0
-    assert _lowest_first(1 + noise, 2)[:2].tolist() == [0, 1]
-    assert _lowest_first(torch.tensor([3.0, 1.0, 2.0, 1.0, 2.0]), 3)[:3].sort().values.tolist() == [1, 2, 3]
+    assert _lowest_first((1 + noise)[None, None], [2])[0, 0, :2].tolist() == [0, 1]
+    assert _lowest_first(torch.tensor([[[3.0, 1.0, 2.0, 1.0, 2.0]]]), [3])[0, 0, :3].sort().values.tolist() == [1, 2, 3]
 
 
 def test_gradients_equal_the_authors():
