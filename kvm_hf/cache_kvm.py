@@ -198,7 +198,7 @@ class KVMLayer(CacheLayerMixin):
     def crop(self, tokens_to_remove: int) -> None:
         """Takes back the last `-tokens_to_remove` tokens, and forgets the recorded past.
 
-        Without a recording this reaches back to where the last chunk was opened: the state has merged what came before.
+        Once there is a state, this needs `activate_past_recording`: the state has merged what came before.
 
         Raises:
             ValueError: more than can be taken back; nothing has changed then.
@@ -226,14 +226,21 @@ class KVMLayer(CacheLayerMixin):
             )
         target = self.seen + tokens_to_remove
         held = next((held for held in self.past if held["seen"] >= target), vars(self))
-        excess = held["seen"] - target
-        kept = 0 if not self.is_initialized else self.rule.window_size - self.rule.chunk_size
-        within = all(excess <= fill - (kept if rows else 0) for fill, rows in zip(held["fills"], held["rows"]))
-        if tokens_to_remove and (not within or target < self.earliest or self.unfinished):
+        # Within a window that has not moved on since then, tokens only have to be forgotten.
+        fixed = 0 if self.rule is None else self.rule.window_size - self.rule.chunk_size
+        reach = [fill - (fixed if rows else 0) for fill, rows in zip(held["fills"], held["rows"])]
+        possible = (
+            all(held["seen"] - target <= tokens for tokens in reach)
+            and (self.record_past or not any(self.rows))
+            and target >= self.earliest
+            and not self.unfinished
+        )
+        if tokens_to_remove and not possible:
             raise ValueError(
-                f"The cache cannot drop its last {-tokens_to_remove} tokens: its state has merged tokens before them, "
-                "or they came in a padded batch. Call `cache.activate_past_recording()` before adding tokens that may "
-                f"be dropped (at least {RECORDED_TOKENS} of them can be), or `copy.deepcopy` the cache."
+                f"The cache cannot drop its last {-tokens_to_remove} tokens: its state has merged older ones, and the "
+                "past was not recorded (that far). Call `cache.activate_past_recording()` before adding tokens that may "
+                f"be dropped (at least {RECORDED_TOKENS} of them can be, if they are not padded), or `copy.deepcopy` the "
+                "cache beforehand."
             )
 
     # The path of new tokens

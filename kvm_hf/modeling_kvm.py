@@ -34,7 +34,13 @@ from transformers.utils.output_capturing import capture_outputs
 from .attention_kvm import attend, eager_attention, repeat_heads, takes_mask
 from .cache_kvm import KVMCache, KVMLayer, KVMStep
 from .configuration_kvm import KVMConfig
-from .padding_kvm import check_padded_positions, packed_positions, read_packing, read_padding
+from .padding_kvm import (
+    check_padded_positions,
+    labels_within_sequences,
+    packed_positions,
+    read_packing,
+    read_padding,
+)
 from .state_kvm import NormalizedKeys, PositionalKeys, StateRule
 
 # transformers 5.24 calls the cache `cache` in inputs and outputs, releases before it `past_key_values`.
@@ -170,6 +176,10 @@ class KVMDotProductAttention(nn.Module):
         query, key, value = self.project(hidden, position_embeddings)
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
+            if self.sliding_window is not None:
+                # While it records its past, the layer of older transformers returns more than the mask counts.
+                visible = self.sliding_window - 1 + query.shape[2]
+                key, value = key[:, :, -visible:], value[:, :, -visible:]
         interface = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
         output, _ = interface(
             self,
@@ -520,7 +530,8 @@ class KVMForCausalLM(KVMPreTrainedModel, GenerationMixin):
         past_key_values: Cache | None = None,
         **kwargs,
     ) -> CausalLMOutputWithPast:
-        """As transformers' `LlamaForCausalLM.forward`; `past_key_values` is the older name of `cache`."""
+        """As transformers' `LlamaForCausalLM.forward`; `past_key_values` is the older name of `cache`. The loss of a
+        padded or packed batch counts what a token of the same sequence predicts, and nothing else."""
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -535,6 +546,7 @@ class KVMForCausalLM(KVMPreTrainedModel, GenerationMixin):
         logits = self.lm_head(outputs.last_hidden_state[:, kept])
         loss = None
         if labels is not None:
+            labels = labels_within_sequences(labels, attention_mask, position_ids, kwargs.get("cu_seq_lens_q"))
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(
             loss=loss,

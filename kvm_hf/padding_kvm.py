@@ -185,3 +185,21 @@ def packed_positions(sequences: list[slice], device: torch.device) -> torch.Tens
     """`[1, T]` positions that restart with every sequence."""
     parts = [torch.arange(part.stop - part.start, device=device) for part in sequences]
     return (parts[0] if len(parts) == 1 else torch.cat(parts))[None]
+
+
+def labels_within_sequences(
+    labels: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    position_ids: torch.Tensor | None,
+    cu_seq_lens: torch.Tensor | None,
+) -> torch.Tensor:
+    """Labels `[B, T]` with -100 where no token of the same sequence stands before: at pads and at first tokens, which
+    the shifted loss would take as predicted by a pad or by another sequence."""
+    if attention_mask is not None and attention_mask.shape == labels.shape:
+        real = attention_mask == 1
+        labels = labels.masked_fill(~(real & F.pad(real[:, :-1], (1, 0))), -100)
+    if position_ids is not None:
+        labels = labels.masked_fill(position_ids == 0, -100)
+    if cu_seq_lens is not None:
+        labels = labels.index_fill(1, cu_seq_lens[:-1].to(labels.device, torch.long), -100)
+    return labels

@@ -208,8 +208,9 @@ def absorb(
             novel, _ = _by_position(order[..., :most], places[:most] >= counts, rule.chunk_size)
             rest, founders = _by_position(order[..., least:], places[least:] < counts, rule.chunk_size)
         founded = _rows(rule, block.select(novel), gated=rule.gate_appends)
-        state = State(*(_append(total, part, held) for total, part in zip(state, founded)))
-        held = [rows + count for rows, count in zip(held, appended)]
+        after = [rows + count for rows, count in zip(held, appended)]
+        state = State(*(_append(total, part, held, max(after)) for total, part in zip(state, founded)))
+        held = after
         block = block.select(rest)
 
     if least < rule.chunk_size:
@@ -272,15 +273,15 @@ def _of_held_rows(similarity: torch.Tensor, held: list[int]) -> torch.Tensor:
     return torch.where(absent, similarity[..., :1], similarity)
 
 
-def _append(total: torch.Tensor, new: torch.Tensor, held: list[int]) -> torch.Tensor:
-    """`[B, G, M + c, d]`: rows `[B, G, M, d]`, of which each sequence holds `held`, and right after those the new ones
-    `[B, G, c, d]`."""
+def _append(total: torch.Tensor, new: torch.Tensor, held: list[int], size: int) -> torch.Tensor:
+    """`[B, G, size, d]`: rows `[B, G, M, d]`, of which each sequence holds `held`, and right after those new ones
+    `[B, G, c, d]`, as many as there is room for."""
     both = torch.cat([total, new], dim=2)
     if set(held) == {total.shape[2]}:
         return both
-    column, rows = torch.arange(both.shape[2], device=both.device), _per_sequence(held, both)
+    column, rows = torch.arange(size, device=both.device), _per_sequence(held, both)
     source = torch.where(column < rows, column, column - rows + total.shape[2]).clamp_max(both.shape[2] - 1)
-    return both.gather(2, source.reshape(-1, 1, both.shape[2], 1).expand(both.shape))
+    return both.gather(2, source.reshape(-1, 1, size, 1).expand(*both.shape[:2], size, both.shape[3]))
 
 
 def _by_position(chosen: torch.Tensor, surplus: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import torch
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from kvm_hf import KVMConfig, KVMForCausalLM
@@ -24,6 +25,12 @@ SMALL = dict(
     state_growth_factor=2.0,
     bos_token_id=None,
     eos_token_id=None,
+)
+
+
+HALF = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+MIXED = dict(
+    num_hidden_layers=3, layer_types=["kvm_attention", "sliding_attention", "full_attention"], sliding_window=5
 )
 
 
@@ -56,11 +63,23 @@ def run_in_pieces(model, ids, sizes, cache):
     return torch.cat(outputs, dim=1)
 
 
-def generate(model, ids, count, **kwargs):
+def generate(model, ids, count, pad_token_id=0, **kwargs):
     """Greedy tokens; the mask is given, since random ids may hold the padding token."""
     return model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, pad_token_id=0, **kwargs
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=count,
+        do_sample=False,
+        pad_token_id=pad_token_id,
+        **kwargs,
     )
+
+
+def greedy_without_cache(model, ids, count):
+    with torch.no_grad():
+        for _ in range(count):
+            ids = torch.cat([ids, model(ids, use_cache=False).logits[:, -1:].argmax(-1)], dim=1)
+    return ids
 
 
 def golden_llama_cases() -> list[str]:
@@ -75,3 +94,46 @@ def load_golden_llama(case: str, dtype) -> tuple[KVMForCausalLM, dict[str, torch
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     model.load_state_dict(weights)
     return model, load_file(folder / "io.safetensors")
+
+
+@st.composite
+def configs(draw):
+    """Random KVM settings that the config accepts, over all layer types, budgets, gates and both treatments."""
+    chunk = draw(st.sampled_from([1, 2, 3, 4, 5]))
+    heads = draw(st.sampled_from([1, 2, 4]))
+    positional = draw(st.booleans())
+    gated = draw(st.booleans())
+    count_bias = draw(st.sampled_from([0.0, 1.0, 0.5]))
+    kinds = st.sampled_from(["kvm_attention", "full_attention", "sliding_attention"])
+    return dict(
+        chunk_size=chunk,
+        num_window_chunks=draw(st.integers(1, 3)),
+        num_sink_tokens=draw(st.integers(0, chunk - 1)),
+        state_budget=draw(st.sampled_from(["fixed", "power_law", "saturation"])),
+        state_size=draw(st.integers(chunk, 9)),
+        state_growth_factor=draw(st.floats(0.5, 4.0)),
+        state_growth_exponent=draw(st.floats(0.2, 1.0)),
+        state_saturation=draw(st.integers(1, 30)),
+        state_round_to=draw(st.integers(1, 4)),
+        state_max_size=draw(st.none() | st.integers(chunk, 20)),
+        gate_keys=gated,
+        gate_values=gated if positional or count_bias else draw(st.booleans()),
+        gate_appends=draw(st.booleans()),
+        gate_initial_state=draw(st.booleans()),
+        value_radius=draw(st.booleans()),
+        region_temperatures=draw(st.booleans()),
+        state_treatment="positional" if positional else "normalized",
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": draw(st.sampled_from([0.5, 1.0])) if positional else 0.5,
+        },
+        count_bias=count_bias,
+        num_key_value_heads=heads,
+        use_qk_norm=draw(st.booleans()),
+        attention_bias=draw(st.booleans()),
+        no_rope_layers=draw(st.none() | st.lists(st.integers(0, 1), min_size=3, max_size=3)),
+        num_hidden_layers=3,
+        layer_types=["kvm_attention", draw(kinds), draw(kinds)],
+        sliding_window=draw(st.integers(2, 7)),
+    )

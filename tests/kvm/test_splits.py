@@ -4,59 +4,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_models import generate, make_model, random_ids, run_in_pieces
+from small_models import HALF, MIXED, configs, generate, greedy_without_cache, make_model, random_ids, run_in_pieces
 from transformers import DynamicCache
 
 from kvm_hf import KVMCache
 
 C, L = 4, 8  # of the small models
-HALF = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
-MIXED = dict(
-    num_hidden_layers=3, layer_types=["kvm_attention", "sliding_attention", "full_attention"], sliding_window=5
-)
-
-
-@st.composite
-def configs(draw):
-    """Random KVM settings that the config accepts, over all layer types, budgets, gates and both treatments."""
-    chunk = draw(st.sampled_from([1, 2, 3, 4, 5]))
-    heads = draw(st.sampled_from([1, 2, 4]))
-    positional = draw(st.booleans())
-    gated = draw(st.booleans())
-    count_bias = draw(st.sampled_from([0.0, 1.0, 0.5]))
-    kinds = st.sampled_from(["kvm_attention", "full_attention", "sliding_attention"])
-    return dict(
-        chunk_size=chunk,
-        num_window_chunks=draw(st.integers(1, 3)),
-        num_sink_tokens=draw(st.integers(0, chunk - 1)),
-        state_budget=draw(st.sampled_from(["fixed", "power_law", "saturation"])),
-        state_size=draw(st.integers(chunk, 9)),
-        state_growth_factor=draw(st.floats(0.5, 4.0)),
-        state_growth_exponent=draw(st.floats(0.2, 1.0)),
-        state_saturation=draw(st.integers(1, 30)),
-        state_round_to=draw(st.integers(1, 4)),
-        state_max_size=draw(st.none() | st.integers(chunk, 20)),
-        gate_keys=gated,
-        gate_values=gated if positional or count_bias else draw(st.booleans()),
-        gate_appends=draw(st.booleans()),
-        gate_initial_state=draw(st.booleans()),
-        value_radius=draw(st.booleans()),
-        region_temperatures=draw(st.booleans()),
-        state_treatment="positional" if positional else "normalized",
-        rope_parameters={
-            "rope_type": "default",
-            "rope_theta": 10000.0,
-            "partial_rotary_factor": draw(st.sampled_from([0.5, 1.0])) if positional else 0.5,
-        },
-        count_bias=count_bias,
-        num_key_value_heads=heads,
-        use_qk_norm=draw(st.booleans()),
-        attention_bias=draw(st.booleans()),
-        no_rope_layers=draw(st.none() | st.lists(st.integers(0, 1), min_size=3, max_size=3)),
-        num_hidden_layers=3,
-        layer_types=["kvm_attention", draw(kinds), draw(kinds)],
-        sliding_window=draw(st.integers(2, 7)),
-    )
 
 
 @settings(max_examples=80, deadline=None)
@@ -151,18 +104,6 @@ def test_a_token_changes_nothing_before_it(changed, sizes, fields):
     after = run_in_pieces(model, other, sizes, KVMCache(model.config))
     assert torch.equal(before[:, :changed], after[:, :changed])
     assert not torch.equal(before[:, changed:], after[:, changed:])
-
-
-def greedy_without_cache(model, ids, count):
-    with torch.no_grad():
-        for _ in range(count):
-            ids = torch.cat([ids, model(ids, use_cache=False).logits[:, -1:].argmax(-1)], dim=1)
-    return ids
-
-
-MIXED = dict(
-    num_hidden_layers=3, layer_types=["kvm_attention", "sliding_attention", "full_attention"], sliding_window=5
-)
 
 
 @pytest.mark.parametrize("fields", [{}, MIXED], ids=["kvm", "mixed"])
