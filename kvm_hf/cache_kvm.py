@@ -673,9 +673,9 @@ def _identity(config) -> dict:
 
 def _nbytes(layer) -> int:
     held = [vars(layer), *getattr(layer, "past", [])]
-    tensors = [part[name] for part in held for name in TENSORS if part.get(name) is not None]
+    tensors = [part.get(name) for part in held for name in TENSORS]
     tensors += [tensor for part in held for tensor in part.get("state") or ()]
-    return sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in tensors}.values())
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
 def _span(counts: list[int]) -> str:

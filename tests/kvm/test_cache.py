@@ -1,6 +1,5 @@
 """The cache: who makes it, what it holds, what it refuses, and that its parts are really used."""
 
-import copy
 import re
 from pathlib import Path
 
@@ -170,18 +169,6 @@ def test_a_reset_cache_starts_a_new_sequence():
     assert torch.equal(run_in_pieces(model, ids, [9], cache), fresh)
 
 
-def test_a_copied_prompt_is_continued_without_being_changed():
-    model = make_model()
-    prompt = KVMCache(model.config)
-    ids = random_ids(model, 4 * L)
-    run_in_pieces(model, ids[:, : 3 * L + 1], [3 * L + 1], prompt)
-    copies = [copy.deepcopy(prompt), copy.deepcopy(prompt)]
-    first, second = (run_in_pieces(model, ids[:, 3 * L + 1 :], [1], cache) for cache in copies)
-    assert torch.equal(first, second)
-    assert prompt.get_seq_length() == 3 * L + 1
-    assert torch.equal(run_in_pieces(model, ids[:, 3 * L + 1 :], [1], prompt), first)
-
-
 def test_a_prompt_read_in_inference_mode_is_continued_outside_of_it():
     model = make_model()
     ids = random_ids(model, 4 * L)
@@ -243,14 +230,6 @@ def test_a_cache_that_does_not_fit_is_refused():
             with pytest.raises(ValueError, match="not made for this model's layers"):
                 model(ids, past_key_values=other)
     assert cache.get_seq_length() == 3  # nothing was lost
-
-
-def test_dropping_tokens_is_refused_in_a_sentence():
-    model = make_model()
-    cache = KVMCache(model.config)
-    run_in_pieces(model, random_ids(model, 3 * L), [3 * L], cache)
-    with pytest.raises(ValueError, match="cannot drop 2 tokens"):
-        cache.crop(-2)
 
 
 def test_a_refused_crop_leaves_a_mixed_cache_as_it_was():

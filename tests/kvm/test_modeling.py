@@ -224,16 +224,6 @@ def test_auto_classes_know_the_model():
 @pytest.mark.parametrize(
     ("inputs", "words"),
     [
-        (dict(attention_mask=torch.tensor([[0, 1, 1, 1]])), "Padded batches"),
-        (dict(attention_mask=torch.tensor([[1, 1, 0, 1]])), "Padded batches"),
-        (dict(attention_mask=torch.ones(1, 1, 4, 4)), "2D"),
-        (dict(attention_mask=torch.ones(1, 3)), "expected"),
-        (dict(attention_mask=torch.tensor([[-1e9, 0.0, 0.0, 0.0]])), "must be 1"),
-        (dict(attention_mask={"full_attention": torch.ones(1, 4)}), "2D"),
-        (dict(position_ids=torch.tensor([[5]])), "position_ids"),
-        (dict(position_ids=torch.arange(4)), "position_ids"),
-        (dict(position_ids=torch.tensor([[0, 1, 0, 1]])), "Packed"),
-        (dict(cu_seq_lens_q=torch.tensor([0, 2, 4])), "Packed"),
         (dict(output_attentions=True), "output_attentions"),
         (dict(inputs_embeds=torch.zeros(1, 4, 24)), "exactly one"),
     ],

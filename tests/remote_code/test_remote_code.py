@@ -99,7 +99,7 @@ def test_a_saved_head_carries_its_code(tmp_path):
     KVMForSequenceClassification(config).save_pretrained(tmp_path / "head")
     (tmp_path / "cache").mkdir()
     names = {path.name for path in (tmp_path / "head").glob("*.py")}
-    assert names == {"configuration_kvm.py", "modeling_kvm.py", "attention_kvm.py", "cache_kvm.py", "state_kvm.py"}
+    assert names == {f"{part}_kvm.py" for part in ("configuration", "modeling", "attention", "cache", "padding", "state")}
     loaded = in_fresh_process(
         f"""
         model = AutoModelForSequenceClassification.from_pretrained({str(tmp_path / "head")!r}, trust_remote_code=True)
