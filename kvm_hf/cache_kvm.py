@@ -176,7 +176,7 @@ class KVMLayer(CacheLayerMixin):
                 return entries[:1] * indices.numel()
             return [entries[index] for index in indices.tolist()]
 
-        self._map(lambda tensor: tensor.index_select(0, indices.to(tensor.device)), rows)
+        self._map(lambda tensor: tensor[indices.to(tensor.device)], rows)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self._map(

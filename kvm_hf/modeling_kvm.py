@@ -319,6 +319,10 @@ class KVMPreTrainedModel(PreTrainedModel):
     _supports_attention_backend = True
     _can_record_outputs = {"hidden_states": KVMDecoderLayer}
 
+    def __init__(self, config, *args, **kwargs):
+        config.validate()  # it may have been edited since it was made
+        super().__init__(config, *args, **kwargs)
+
     @torch.no_grad()
     def _init_weights(self, module):
         """Also gives what a checkpoint lacks its neutral value: gates and temperatures 1, `state_norm` plain."""

@@ -189,6 +189,25 @@ def test_logits_to_keep_and_embeddings_as_input():
     assert torch.equal(embedded, whole)
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_resized_embeddings_stay_tied_or_apart_and_come_back(tmp_path, tied):
+    model = make_model(dtype=torch.float32, tie_word_embeddings=tied)
+    model.tie_weights()
+    ids = random_ids(model, 3 * L)
+    with torch.no_grad():
+        before = model(ids).logits
+        model.resize_token_embeddings(64, mean_resizing=False)
+        after = model(ids).logits
+    assert after.shape[-1] == model.config.vocab_size == 64
+    assert (after[..., :61] - before).abs().max() <= 1e-5
+    model.save_pretrained(tmp_path)
+    loaded = KVMForCausalLM.from_pretrained(tmp_path)
+    for one in (model, loaded):
+        assert (one.lm_head.weight is one.model.embed_tokens.weight) == tied
+    with torch.no_grad():
+        assert torch.equal(loaded(ids + 3).logits, model(ids + 3).logits)
+
+
 def test_hidden_states_are_returned_when_asked_for():
     model = make_model()
     with torch.no_grad():

@@ -1,0 +1,193 @@
+"""transformers' own tests of a model class (`ModelTesterMixin`, training, config) on ours.
+
+The suite hardly looks at caches (ours are tested in `tests/kvm`); it looks at everything else that people do with a
+model: saving and loading, dtypes, tying and resizing embeddings, labels and losses, batches, training, checkpointing,
+attention implementations. Depends on `transformers_suite`, and on the folder that `make suite` fetches.
+"""
+
+from contextlib import nullcontext
+from unittest import TestCase
+
+import torch
+from transformers import set_seed
+from transformers_suite import load, registered
+
+from kvm_hf import (
+    KVMConfig,
+    KVMForCausalLM,
+    KVMForQuestionAnswering,
+    KVMForSequenceClassification,
+    KVMForTokenClassification,
+    KVMModel,
+)
+
+common = load("test_modeling_common")
+training = load("test_training_mixin")
+configuration = load("test_configuration_common")
+
+CLASSES = {
+    "MODEL": KVMModel,
+    "MODEL_FOR_CAUSAL_LM": KVMForCausalLM,
+    "MODEL_FOR_SEQUENCE_CLASSIFICATION": KVMForSequenceClassification,
+    "MODEL_FOR_TOKEN_CLASSIFICATION": KVMForTokenClassification,
+    "MODEL_FOR_QUESTION_ANSWERING": KVMForQuestionAnswering,
+}
+
+# Tests that cannot apply, each with the reason and with words of the error that it ends in. They run nonetheless, and
+# count as skipped if they end in this error: an entry that has become wrong is a failure.
+NOT_APPLICABLE = {
+    "test_attention_outputs": (
+        "KVM layers attend to rows that stand for many tokens, so the models refuse `output_attentions`.",
+        "`output_attentions=True` is not available",
+    ),
+    "test_generation_tester_mixin_inheritance": (
+        "The sdist lacks the generation tests that this one demands; ours are in `tests/kvm/test_generation.py`.",
+        "the tester must inherit from `GenerationTesterMixin`",
+    ),
+    "test_model_rope_scaling_from_config_1_dynamic": (
+        "KVM models refuse dynamic RoPE: its frequencies change with the length, so keys could not be turned back.",
+        "RoPE type 'dynamic' is not supported",
+    ),
+    "test_model_rope_scaling_frequencies": (
+        "It includes dynamic RoPE, and our rotary module takes positions alone; `tests/kvm/test_modeling.py` compares "
+        "every type that KVM models know with Llama.",
+        "takes 2 positional arguments but 3 were given",
+    ),
+}
+
+
+def no_subtest(*args, **kwargs) -> nullcontext:
+    """In place of `TestCase.subTest`: the test ends in the first error."""
+    return nullcontext()
+
+
+def ends_in_error(name: str, reason: str, words: str):
+    """The suite's test `name`, reported as skipped after it has ended in an error with these words."""
+    original = getattr(common.ModelTesterMixin, name)
+
+    def test(self):
+        self.subTest = no_subtest  # a subtest would keep the error to itself
+        with self.assertRaisesRegex(Exception, words):
+            original(self)
+        self.skipTest(reason)
+
+    return test
+
+
+class ModelTester:
+    """What the suite asks for a model and its inputs: a small config, and a batch padded on the right."""
+
+    batch_size, seq_length = 4, 13
+    hidden_size, num_attention_heads, num_hidden_layers = 32, 4, 2
+    is_training = True
+    causal_lm_class = KVMForCausalLM
+
+    def __init__(self, **fields):
+        self.fields = fields
+
+    def get_config(self) -> KVMConfig:
+        """Chunks so small that the state is full, and merges, at the lengths of the suite; weights so large that it
+        moves the outputs."""
+        small = dict(
+            vocab_size=99,
+            hidden_size=self.hidden_size,
+            intermediate_size=37,
+            num_hidden_layers=self.num_hidden_layers,
+            num_attention_heads=self.num_attention_heads,
+            num_key_value_heads=2,
+            max_position_embeddings=64,
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
+            initializer_range=0.2,
+            pad_token_id=0,
+            chunk_size=2,
+            num_window_chunks=2,
+            state_budget="fixed",
+            state_size=4,
+        )
+        return KVMConfig(**{**small, **self.fields})
+
+    def prepare_config_and_inputs_for_common(self) -> tuple[KVMConfig, dict[str, torch.Tensor]]:
+        config = self.get_config()
+        ids = torch.randint(3, config.vocab_size, (self.batch_size, self.seq_length))
+        lengths = torch.tensor([self.seq_length - 2, self.seq_length, 7, 3])
+        mask = (torch.arange(self.seq_length) < lengths[:, None]).long()
+        return config, {"input_ids": ids.where(mask == 1, config.pad_token_id), "attention_mask": mask}
+
+
+class LibrarySuite(common.ModelTesterMixin, training.TrainingTesterMixin):
+    """The suite on a model whose config has these `fields`."""
+
+    fields = {}
+    all_model_classes = (KVMModel, KVMForCausalLM)
+    # The suite asks this only of models from 2023 on, which it knows by the copyright line of their config.
+    test_can_init_all_missing_weights_before_2023 = True
+    # Its defaults (300 steps of 64 tokens, a tenth of the learning rate) take twenty times as long.
+    training_overfit_steps, training_overfit_seq_length, training_overfit_learning_rate = 50, 24, 1e-2
+    model_tester = None
+
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        cls.enterClassContext(registered(KVMConfig.model_type, CLASSES))
+
+    def setUp(self):
+        set_seed(0)
+        common.global_rng.seed(0)
+        self.model_tester = ModelTester(**self.fields)
+
+    def test_config(self):
+        configuration.ConfigTester(self, KVMConfig, hidden_size=32, num_attention_heads=4).run_common_tests()
+
+    def test_bc_torch_dtype(self):
+        self.subTest = no_subtest  # or there are thousands, one for every parameter and dtype
+        super().test_bc_torch_dtype()
+
+    # Two tests look at attention weights among other things; asked not to, they look at the others. (Were the whole
+    # suite asked not to, it would not compare attention implementations.)
+
+    def test_model_outputs_equivalence(self):
+        self.has_attentions = False
+        super().test_model_outputs_equivalence()
+
+    def test_retain_grad_hidden_states_attentions(self):
+        self.has_attentions = False
+        super().test_retain_grad_hidden_states_attentions()
+
+
+for name, (reason, words) in NOT_APPLICABLE.items():
+    setattr(LibrarySuite, name, ends_in_error(name, reason, words))
+
+
+class KVMLayersTest(LibrarySuite, TestCase):
+    """All classes, with a state of the positional treatment."""
+
+    all_model_classes = tuple(CLASSES.values())
+
+
+# Models of the suite have two layers at most, so the kinds of layers are mixed in pairs.
+
+
+class KVMAndFullLayersTest(LibrarySuite, TestCase):
+    """The normalized treatment, whose gates merge by weight, and every parameter that a Llama may have."""
+
+    fields = {
+        "layer_types": ["kvm_attention", "full_attention"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        "attention_bias": True,
+        "mlp_bias": True,
+        "use_qk_norm": True,
+    }
+
+
+class SlidingAndKVMLayersTest(LibrarySuite, TestCase):
+    """A state that grows, without sinks, in a layer without RoPE."""
+
+    fields = {
+        "layer_types": ["sliding_attention", "kvm_attention"],
+        "sliding_window": 3,
+        "no_rope_layers": [1, 0],
+        "state_budget": "power_law",
+        "state_growth_factor": 1.5,
+        "state_size": 2,
+        "num_sink_tokens": 0,
+    }
