@@ -9,6 +9,7 @@ Depends on `configuration_kvm`, `state_kvm`, `attention_kvm` and `cache_kvm` bes
 
 from dataclasses import fields, replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -35,6 +36,7 @@ from .attention_kvm import attend, eager_attention, repeat_heads, takes_mask
 from .cache_kvm import KVMCache, KVMLayer, KVMStep
 from .configuration_kvm import KVMConfig
 from .padding_kvm import (
+    Padding,
     check_padded_positions,
     labels_within_sequences,
     packed_positions,
@@ -171,9 +173,11 @@ class KVMDotProductAttention(nn.Module):
         return query, key, value
 
     def forward(
-        self, hidden, position_embeddings, attention_mask, cache, position_ids, **kwargs
+        self, hidden, position_embeddings, attention_mask, cache, position_ids, padding, sequences, rotary, **projection
     ) -> tuple[torch.Tensor, None]:
-        query, key, value = self.project(hidden, position_embeddings)
+        """`projection`: what `project` of a derived class needs beside. `padding`, `sequences` and `rotary` are for KVM
+        layers; here the mask says it all."""
+        query, key, value = self.project(hidden, position_embeddings, **projection)
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
             if self.sliding_window is not None:
@@ -237,15 +241,16 @@ class KVMAttention(KVMDotProductAttention):
             return 1.0
         return self.state_temperature[:, None, None] / self._window_scale()
 
-    def forward(self, hidden, position_embeddings, attention_mask, cache, position_ids, padding, sequences, rotary):
-        """`position_ids` and `position_embeddings` are those of `hidden` after `padding.align`."""
-        if padding is not None:
-            hidden = padding.align(hidden)
-        query, key, value = self.project(hidden, position_embeddings)
-
-        gates = None
+    def forward(
+        self, hidden, position_embeddings, attention_mask, cache, position_ids, padding, sequences, rotary, **projection
+    ) -> tuple[torch.Tensor, None]:
+        query, key, value = self.project(hidden, position_embeddings, **projection)
+        positions, gates = position_ids.expand(hidden.shape[:2]), None
         if self.is_gated:
             gates = (1 + nn.functional.elu(self.merge_gate(hidden))).transpose(1, 2)[..., None]
+        if padding is not None:
+            query, key, value = (padding.align(part, dim=2) for part in (query, key, value))
+            positions, gates = padding.align(positions), None if gates is None else padding.align(gates, dim=2)
 
         # The temperature of window keys is put on the queries, and its inverse on the state's keys: the same scores,
         # while the buffer holds the keys that the state will need.
@@ -257,7 +262,7 @@ class KVMAttention(KVMDotProductAttention):
             treatment=self.treatment(rotary),
             queries=query,
             gates=gates,
-            positions=position_ids.expand(hidden.shape[:2]),
+            positions=positions,
             state_scale=self._state_scale,
             takes_mask=takes_mask(self.config._attn_implementation),
             attend=partial(attend, self, dropout=self.attention_dropout if self.training else 0.0),
@@ -267,8 +272,8 @@ class KVMAttention(KVMDotProductAttention):
             output, _ = cache.update(key, value, self.layer_idx, step)
         else:
             output = self._without_cache(key, value, step, sequences)
-        output = self.o_proj(output.flatten(2))
-        return output if padding is None else padding.restore(output), None
+        output = output.flatten(2)
+        return self.o_proj(output if padding is None else padding.restore(output)), None
 
     def _without_cache(self, key, value, step: KVMStep, sequences: list[list[slice]]) -> torch.Tensor:
         """Each packed sequence in a layer of its own, which is thrown away. Pads after a sequence change nothing before
@@ -306,6 +311,17 @@ class KVMDecoderLayer(GradientCheckpointingLayer):
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
+class KVMInputs(NamedTuple):
+    """One call's inputs as the layers take them."""
+
+    embeds: torch.Tensor  # [B, T, hidden]
+    cache: Cache | None
+    position_ids: torch.Tensor  # [1 or B, T]
+    padding: Padding | None  # None if every column is a token
+    sequences: list[list[slice]]  # packed sequences per row, or for all rows; one of them if nothing is packed
+    masks: dict[str, object]  # what the layers of each type take as `attention_mask`
+
+
 class KVMPreTrainedModel(PreTrainedModel):
     config: KVMConfig
     base_model_prefix = "model"
@@ -339,42 +355,10 @@ class KVMPreTrainedModel(PreTrainedModel):
         self.config.auto_map = dict(AUTO_MAP)
         return super().save_pretrained(save_directory, *args, **kwargs)
 
-
-class KVMModel(KVMPreTrainedModel):
-    """The stack of layers without a head."""
-
-    def __init__(self, config: KVMConfig):
-        super().__init__(config)
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
-        self.layers = nn.ModuleList(KVMDecoderLayer(config, index) for index in range(config.num_hidden_layers))
-        self.norm = KVMRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.rotary_emb = KVMRotaryEmbedding(config)
-        self.gradient_checkpointing = False
-        self.post_init()
-
-    @merge_with_config_defaults
-    @capture_outputs
-    def forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.LongTensor | None = None,
-        cache: Cache | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        use_cache: bool | None = None,
-        past_key_values: Cache | None = None,
-        **kwargs,
-    ) -> BaseModelOutputWithPast:
-        """As transformers' `LlamaModel.forward`; `past_key_values` is the older name of `cache`.
-
-        Batches may be padded on the left or the right (`attention_mask`), or packed (`position_ids` that restart at 0,
-        or the `cu_seq_lens_q` of transformers' flattening collator): every sequence gives what it gives alone. Packed
-        sequences leave no cache behind.
-
-        Raises:
-            ValueError: an empty input; masks other than padding, `output_attentions`, and combinations that KVM layers
-                do not take; a cache that was not made for this model, or does not fit the mask.
-        """
+    def _read_inputs(
+        self, input_ids, inputs_embeds, attention_mask, position_ids, cache, past_key_values, use_cache, others
+    ) -> "KVMInputs":
+        """Makes out of what people and `generate()` give to `forward` what the layers need, or refuses it."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Give exactly one of `input_ids` and `inputs_embeds`.")
         if inputs_embeds is None:
@@ -389,7 +373,7 @@ class KVMModel(KVMPreTrainedModel):
                 f"The input is empty ({batch} sequences of {length} tokens): give at least one token. (`generate()` cuts "
                 "off what the cache has seen already: give it all ids so far, or an `attention_mask` for all of them.)"
             )
-        if kwargs.get("output_attentions", self.config.output_attentions):
+        if others.get("output_attentions", self.config.output_attentions):
             raise ValueError(
                 "`output_attentions=True` is not available: KVM layers attend to rows that stand for many tokens, so "
                 "there is no weight per token."
@@ -402,7 +386,7 @@ class KVMModel(KVMPreTrainedModel):
         lengths = self._lengths(cache, batch)
         sliding = "sliding_attention" in self.config.layer_types
         padding = read_padding(attention_mask, batch, past, length, lengths, sliding)
-        device, borders = inputs_embeds.device, kwargs.get("cu_seq_lens_q")
+        device, borders = inputs_embeds.device, others.get("cu_seq_lens_q")
         sequences = [[slice(0, length)]]
         if padding is None:
             sequences = read_packing(position_ids, borders, length)
@@ -420,11 +404,9 @@ class KVMModel(KVMPreTrainedModel):
                 position_ids = padding.positions(lengths, device)
             elif lengths is not None and set(lengths) != {past}:
                 position_ids = position_ids - past + torch.tensor(lengths, device=device)[:, None]
-        aligned = position_ids  # as KVM layers see them
         if padding is not None:
             position_ids = position_ids.expand(batch, -1)
             check_padded_positions(position_ids, padding)
-            aligned = padding.align(position_ids)
 
         masks = {"kvm_attention": None}
         make_mask = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
@@ -438,25 +420,7 @@ class KVMModel(KVMPreTrainedModel):
                 cache,
                 position_ids=position_ids if packed else None,
             )
-
-        hidden = inputs_embeds
-        tables = self._tables(position_ids, hidden.dtype)
-        aligned_tables = tables if padding is None else self._tables(aligned, hidden.dtype)
-        for layer, layer_type in zip(self.layers, self.config.layer_types):
-            hidden = layer(
-                hidden,
-                position_embeddings=aligned_tables if layer_type == "kvm_attention" else tables,
-                attention_mask=masks[layer_type],
-                cache=cache,
-                position_ids=aligned if layer_type == "kvm_attention" else position_ids,
-                padding=padding,
-                sequences=sequences,
-                rotary=self.rotary_emb,
-            )
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden), **{CACHE_NAME: cache})
-
-    def _tables(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        return tuple(table.to(dtype) for table in self.rotary_emb(positions))
+        return KVMInputs(inputs_embeds, cache, position_ids, padding, sequences, masks)
 
     def _lengths(self, cache: Cache | None, batch: int) -> list[int] | None:
         """Tokens that the cache holds of each sequence; None if the model has no layers that count them."""
@@ -506,6 +470,60 @@ class KVMModel(KVMPreTrainedModel):
                 f"The layers of the cache have seen different numbers of tokens ({sorted(seen)}): an earlier call failed "
                 "half-way, or some of them were cropped. Start again with a new cache."
             )
+
+
+class KVMModel(KVMPreTrainedModel):
+    """The stack of layers without a head."""
+
+    def __init__(self, config: KVMConfig):
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self.layers = nn.ModuleList(KVMDecoderLayer(config, index) for index in range(config.num_hidden_layers))
+        self.norm = KVMRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.rotary_emb = KVMRotaryEmbedding(config)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        cache: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs,
+    ) -> BaseModelOutputWithPast:
+        """As transformers' `LlamaModel.forward`; `past_key_values` is the older name of `cache`.
+
+        Batches may be padded on the left or the right (`attention_mask`), or packed (`position_ids` that restart at 0,
+        or the `cu_seq_lens_q` of transformers' flattening collator): every sequence gives what it gives alone. Packed
+        sequences leave no cache behind.
+
+        Raises:
+            ValueError: an empty input; masks other than padding, `output_attentions`, and combinations that KVM layers
+                do not take; a cache that was not made for this model, or does not fit the mask.
+        """
+        inputs = self._read_inputs(
+            input_ids, inputs_embeds, attention_mask, position_ids, cache, past_key_values, use_cache, kwargs
+        )
+        hidden = inputs.embeds
+        position_embeddings = tuple(table.to(hidden.dtype) for table in self.rotary_emb(inputs.position_ids))
+        for layer, layer_type in zip(self.layers, self.config.layer_types):
+            hidden = layer(
+                hidden,
+                position_embeddings=position_embeddings,
+                attention_mask=inputs.masks[layer_type],
+                cache=inputs.cache,
+                position_ids=inputs.position_ids,
+                padding=inputs.padding,
+                sequences=inputs.sequences,
+                rotary=self.rotary_emb,
+            )
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden), **{CACHE_NAME: inputs.cache})
 
 
 class KVMForCausalLM(KVMPreTrainedModel, GenerationMixin):

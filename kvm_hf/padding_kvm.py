@@ -28,12 +28,12 @@ class Padding:
         """Whether all sequences have the same number of tokens, which end in the last column."""
         return len(set(self.count)) == 1 and all(n + self.count[0] == self.columns for n in self.first)
 
-    def align(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`[B, T, ...]` to `[B, width, ...]`, the tokens of each sequence from the first column on."""
+    def align(self, tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        """`T` columns in dimension `dim` to `width`, the tokens of each sequence from the first column on."""
         if not any(self.first):
-            return hidden[:, : self.width]
-        index = self._first(hidden.device) + torch.arange(self.width, device=hidden.device)
-        return take_columns(hidden, 1, index.clamp_max(self.columns - 1))
+            return tensor.narrow(dim, 0, self.width)
+        index = self._first(tensor.device) + torch.arange(self.width, device=tensor.device)
+        return take_columns(tensor, dim, index.clamp_max(self.columns - 1))
 
     def restore(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[B, width, D]` to `[B, T, D]`: each token where it came from, zero for pads."""
