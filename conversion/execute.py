@@ -14,7 +14,6 @@ from safetensors import SafetensorError
 from transformers.dynamic_module_utils import custom_object_save
 
 from kvm_hf import KVMForCausalLM
-from kvm_hf.modeling_kvm import AUTO_MAP
 
 from .card import write_card
 from .errors import RetrofitError
@@ -165,7 +164,7 @@ def _write_code_and_config(plan: RetrofitPlan, work: Path) -> None:
     with torch.device("meta"):
         model = KVMForCausalLM(config)
     custom_object_save(model, work, config=config)
-    config.auto_map = dict(AUTO_MAP)
+    config.auto_map = dict(KVMForCausalLM.AUTO_MAP)
     config.architectures = ["KVMForCausalLM"]
     config.save_pretrained(work)
 

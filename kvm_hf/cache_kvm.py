@@ -8,7 +8,6 @@ afterwards; there is no second path, hence the same result for every split of a 
 Depends on `state_kvm` for the mathematics and on transformers' cache protocol.
 """
 
-import copy
 import json
 import os
 from collections.abc import Callable
@@ -19,9 +18,11 @@ import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from transformers.cache_utils import CacheLayerMixin, DynamicCache, StaticLayer
+from transformers.cache_utils import DynamicCache, StaticLayer
 
+from .layer_kvm import RECORDED_TOKENS, SequencesLayer
 from .padding_kvm import Padding, take_columns
+from .shift_kvm import TokenShiftLayer
 from .state_kvm import Block, KeyTreatment, State, StateRule, absorb, found, readout
 
 # Scores of keys that a sequence does not see go down by this much: to a weight of exactly 0 in every dtype, while a
@@ -31,9 +32,6 @@ HIDDEN = -1e4
 # Extra key channels that carry the score bias for kernels that take no mask. Flash kernels want head dims that are
 # multiples of 8, so one channel costs eight.
 BIAS_CHANNELS = 8
-
-# How far back `crop` can go at least while the past is recorded. Drafts are far shorter.
-RECORDED_TOKENS = 512
 
 
 # What a layer holds for every sequence: tensors, beside the state, and numbers on the host.
@@ -77,7 +75,7 @@ class KVMStep:
     padding: Padding | None = None  # which of the tokens are real, if not all
 
 
-class KVMLayer(CacheLayerMixin):
+class KVMLayer(SequencesLayer):
     """The cache of one `kvm_attention` layer.
 
     The buffer has `S` columns for state rows and after them `W` columns for the window. Sequences of one batch may have
@@ -87,8 +85,7 @@ class KVMLayer(CacheLayerMixin):
     many and where is counted on the host and never read back from the device.
 
     Attributes:
-        seen: columns of the caller's input so far, pads included.
-        lengths, fills, rows: per sequence the tokens seen, the tokens in its window (at most `L`), its state rows.
+        fills, rows: per sequence the tokens in its window (at most `L`), and its state rows.
         stop: columns of the window in use: sequence `b` fills `[stop - fills[b], stop)`.
         keys, values: `[B, G, S + W, D]` in the model's dtype: readout of the state (keys times the temperature ratio),
             then the window's keys as RoPE left them. `keys` have `BIAS_CHANNELS` more if they carry the bias.
@@ -97,32 +94,10 @@ class KVMLayer(CacheLayerMixin):
         state: the raw sums, at least float32, `S` rows; None until the first chunk leaves the window.
         in_graph: whether autograd may still need what the buffers hold, so that they must not be written in place.
         unfinished: whether a call began and did not end, so that nobody knows what is held.
-        record_past: whether to keep what `crop` needs; past: the layer as it was before each chunk was opened, oldest
-            first; earliest: the number of columns below which `crop` cannot go.
+        past: the layer as it was before each chunk was opened, oldest first, while `record_past`.
     """
 
     _layer_type = "kvm_attention"
-    is_sliding = False
-    is_croppable = True
-    is_compileable = False
-    supports_early_init = False
-
-    def __init__(self, **kwargs):
-        super().__init__(**kwargs)
-        self.record_past = False
-        self.reset()
-
-    # What transformers asks of a cache layer
-
-    def get_seq_length(self) -> int:
-        return self.seen
-
-    def get_max_length(self) -> int:
-        return -1
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Sizes for the masks of the model's other layers, which may be derived from this one: nothing is dropped."""
-        return self.seen + query_length, 0
 
     def reset(self) -> None:
         self.keys = self.values = self.bias = self.gates = self.positions = self.state = self.rule = None
@@ -136,9 +111,16 @@ class KVMLayer(CacheLayerMixin):
         held |= {f"state.{name}": part for name, part in self.state._asdict().items()} if self.state else {}
         return {name: tensor for name, tensor in held.items() if tensor is not None}
 
-    def _map(self, change: Callable[[torch.Tensor], torch.Tensor], rows: Callable[[list], list] = list) -> None:
-        """Replaces every tensor of the layer, those of its recorded past included, by `change` of it, and every list
-        with an entry per sequence by `rows` of it."""
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors, recorded past included."""
+        held = [vars(self), *self.past]
+        tensors = [part[name] for part in held for name in TENSORS]
+        tensors += [tensor for part in held for tensor in part["state"] or ()]
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor], rows: Callable[[list], list] = list) -> None:
+        self.past = [dict(held) for held in self.past]
         for held in (vars(self), *self.past):
             for name in TENSORS:
                 if held[name] is not None:
@@ -148,47 +130,15 @@ class KVMLayer(CacheLayerMixin):
             for name in LISTS:
                 held[name] = rows(held[name])
 
-    def __deepcopy__(self, memo) -> "KVMLayer":
-        """Also of a layer that was filled with gradients, where PyTorch refuses to copy tensors."""
-        other = copy.copy(self)
-        other.past = [dict(held) for held in self.past]
-        other._map(torch.clone)
-        return other
-
-    def offload(self) -> None:
-        self._map(lambda tensor: tensor.to("cpu", non_blocking=True))
-
-    def prefetch(self) -> None:
-        if self.is_initialized and self.keys.device != self.device:
-            self._map(lambda tensor: tensor.to(self.device, non_blocking=True))
-
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        self._select(beam_idx)
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        if indices.dtype == torch.bool:
-            indices = indices.nonzero().squeeze(-1)
-        self._select(indices)
-
-    def _select(self, indices: torch.LongTensor) -> None:
-        def rows(entries):
-            if len(set(entries)) <= 1:  # beams of one prompt: nothing to read back from the device
-                return entries[:1] * indices.numel()
-            return [entries[index] for index in indices.tolist()]
-
-        self._map(lambda tensor: tensor[indices.to(tensor.device)], rows)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self._map(
-            lambda tensor: tensor.repeat_interleave(repeats, dim=0),
-            lambda entries: [entry for entry in entries for _ in range(repeats)],
-        )
+    def load(self, facts: dict, tensors: dict[str, torch.Tensor], config) -> None:
+        """Takes what a saved cache says of this layer."""
+        state = [tensors.pop(f"state.{name}", None) for name in State._fields]
+        vars(self).update(facts | tensors)
+        self.state = None if state[0] is None else State(*state)
+        self.rule = StateRule.from_config(config, self._layer_type)
+        self.device, self.is_initialized = self.keys.device, True
 
     # Rewinding (specification, section 6.5)
-
-    def activate_past_recording(self) -> None:
-        """From now on `crop` can take back what is added, the last `RECORDED_TOKENS` tokens at least."""
-        self.record_past = True
 
     def _remember(self, seen: int) -> None:
         """Opening a chunk makes new buffers, so the old ones only have to be kept."""
@@ -216,32 +166,19 @@ class KVMLayer(CacheLayerMixin):
             self.seen = target
         self.past = []
 
-    def check_crop(self, tokens_to_remove: int) -> None:
-        """Raises what `crop` would raise."""
-        tokens_to_remove = int(tokens_to_remove)
-        if tokens_to_remove > 0:
-            raise ValueError(
-                f"`crop` takes the number of tokens to remove as a negative number, got {tokens_to_remove}. (Before "
-                "transformers 5.15 a positive number was the length to crop to.)"
-            )
-        target = self.seen + tokens_to_remove
+    def can_crop(self, tokens: int) -> bool:
+        target = self.seen - tokens
         held = next((held for held in self.past if held["seen"] >= target), vars(self))
         # Within a window that has not moved on since then, tokens only have to be forgotten.
-        fixed = 0 if self.rule is None else self.rule.window_size - self.rule.chunk_size
-        reach = [fill - (fixed if rows else 0) for fill, rows in zip(held["fills"], held["rows"])]
-        possible = (
+        fixed = self.rule.window_size - self.rule.chunk_size if self.rule else 0
+        moved = [length > fill for length, fill in zip(held["lengths"], held["fills"])]
+        reach = [fill - fixed * has_moved for fill, has_moved in zip(held["fills"], moved)]
+        has_moved_on = any(length > fill for length, fill in zip(self.lengths, self.fills))
+        return (
             all(held["seen"] - target <= tokens for tokens in reach)
-            and (self.record_past or not any(self.rows))
-            and target >= self.earliest
+            and (self.record_past or not has_moved_on)
             and not self.unfinished
         )
-        if tokens_to_remove and not possible:
-            raise ValueError(
-                f"The cache cannot drop its last {-tokens_to_remove} tokens: its state has merged older ones, and the "
-                "past was not recorded (that far). Call `cache.activate_past_recording()` before adding tokens that may "
-                f"be dropped (at least {RECORDED_TOKENS} of them can be, if they are not padded), or `copy.deepcopy` the "
-                "cache beforehand."
-            )
 
     # The path of new tokens
 
@@ -272,9 +209,7 @@ class KVMLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states, step)
         self._check(key_states, step)
-        if self.keys.device != key_states.device:  # a saved cache was loaded elsewhere
-            self.device = key_states.device
-            self.prefetch()
+        self.follow(key_states)
         tracked = torch.is_grad_enabled() and any(
             tensor.requires_grad for tensor in (step.queries, key_states, value_states)
         )
@@ -382,7 +317,7 @@ class KVMLayer(CacheLayerMixin):
 
         block = self._leaving_block(step, of_opening)
         if self.rows[opening[0]] == 0:
-            state, held = found(rule, block), [rule.chunk_size] * len(opening)
+            state, held = found(rule, block), [rule.first_rows] * len(opening)
         else:
             state, held = absorb(
                 rule,
@@ -522,6 +457,12 @@ class _Pieces:
         return take_columns(outputs, 1, source)
 
 
+class BlockSlidingLayer(KVMLayer):
+    """The cache of one `block_sliding_attention` layer: the same window, and sinks in place of the state."""
+
+    _layer_type = "block_sliding_attention"
+
+
 class KVMStaticLayer(StaticLayer):
     """What transformers finds when it is asked for a static cache: a refusal."""
 
@@ -529,9 +470,13 @@ class KVMStaticLayer(StaticLayer):
 
     def __init__(self, *args, **kwargs):
         raise ValueError(
-            "A static cache is not available for `kvm_attention` layers, whose state grows by its own rule. Leave "
-            "`cache_implementation` out: the default cache of a KVM model is bounded already."
+            f"A static cache is not available for `{self._layer_type}` layers, whose window and state move by their own "
+            "rule. Leave `cache_implementation` out: the default cache of a KVM model is bounded already."
         )
+
+
+class BlockSlidingStaticLayer(KVMStaticLayer):
+    _layer_type = "block_sliding_attention"
 
 
 class KVMCache(DynamicCache):
@@ -546,6 +491,7 @@ class KVMCache(DynamicCache):
 
     def __init__(self, config, **kwargs):
         super().__init__(config=config, **kwargs)
+        self.layers += [TokenShiftLayer() for _ in range(getattr(config, "num_token_shifts", 0))]
         self.identity = _identity(config)
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -572,10 +518,12 @@ class KVMCache(DynamicCache):
     def summary(self) -> None:
         """Prints a short table: what the layers hold, those that hold the same in one line."""
         lines = []
-        for index, (layer, kind) in enumerate(zip(self.layers, self.identity["layer_types"])):
-            in_window = getattr(layer, "fills", None)
-            if in_window is None:
-                in_window = [layer.keys.shape[2]] if layer.is_initialized else []
+        kinds = self.identity["layer_types"]
+        for index, layer in enumerate(self.layers):
+            kind = kinds[index] if index < len(kinds) else "token shift"
+            in_window = getattr(layer, "fills", [])
+            if not isinstance(layer, SequencesLayer) and layer.is_initialized:
+                in_window = [layer.keys.shape[2]]
             facts = (kind, _span(getattr(layer, "rows", [])), _span(in_window), _nbytes(layer))
             if lines and lines[-1][2] == facts:
                 lines[-1][1] = index
@@ -652,15 +600,10 @@ class KVMCache(DynamicCache):
             held = {name: tensors.get(f"{index}.{name}") for name in saved.pop("tensors")}
             if any(tensor is None for tensor in held.values()):
                 raise ValueError(f"{path} lacks tensors of layer {index}. Make the cache anew.")
-            if held:
-                layer.device = held["keys"].device
-                if hasattr(layer, "tensors"):
-                    layer.rule = StateRule.from_config(config)
-                    state = [held.pop(f"state.{name}", None) for name in State._fields]
-                    layer.state = None if state[0] is None else State(*state)
-                else:
-                    layer.lazy_initialization(held["keys"], held["values"])
-                layer.is_initialized = True
+            if held and isinstance(layer, SequencesLayer):
+                layer.load(saved, held, config)
+            elif held:
+                layer.lazy_initialization(held["keys"], held["values"])
                 vars(layer).update(saved | held)
         return cache
 
@@ -672,10 +615,9 @@ def _identity(config) -> dict:
 
 
 def _nbytes(layer) -> int:
-    held = [vars(layer), *getattr(layer, "past", [])]
-    tensors = [part.get(name) for part in held for name in TENSORS]
-    tensors += [tensor for part in held for tensor in part.get("state") or ()]
-    return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+    if isinstance(layer, SequencesLayer):
+        return layer.nbytes
+    return sum(tensor.nbytes for tensor in (layer.keys, layer.values) if tensor is not None)
 
 
 def _span(counts: list[int]) -> str:

@@ -135,11 +135,11 @@ class KVMConfig(PreTrainedConfig):
 
     def validate_architecture(self):
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
-            _at_least(self, name, 1)
-        _at_least(self, "num_key_value_heads", 1)
-        _at_least(self, "head_dim", 1)
-        _at_least(self, "chunk_size", 1)
-        _at_least(self, "num_window_chunks", 1)
+            at_least(self, name, 1)
+        at_least(self, "num_key_value_heads", 1)
+        at_least(self, "head_dim", 1)
+        at_least(self, "chunk_size", 1)
+        at_least(self, "num_window_chunks", 1)
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"`num_attention_heads` ({self.num_attention_heads}) must be a multiple of `num_key_value_heads` "
@@ -191,41 +191,10 @@ class KVMConfig(PreTrainedConfig):
             )
 
     def validate_state(self):
-        _one_of(self, "state_budget", STATE_BUDGETS)
-        _at_least(self, "num_sink_tokens", 0)
-        _at_least(self, "state_size", 1)
-        _at_least(self, "state_round_to", 1)
-        if self.state_budget == "saturation" and (self.state_saturation is None or self.state_saturation < 1):
-            raise ValueError(
-                f"`state_budget` 'saturation' needs `state_saturation` of 1 or more, got {self.state_saturation}."
-            )
-        if not 0 < self.state_growth_factor < math.inf or not 0 <= self.state_growth_exponent <= 1:
-            raise ValueError(
-                f"`state_growth_factor` must be positive and `state_growth_exponent` between 0 and 1, got "
-                f"{self.state_growth_factor} and {self.state_growth_exponent}."
-            )
-        if self.num_sink_tokens >= self.chunk_size:
-            raise ValueError(
-                f"`num_sink_tokens` {self.num_sink_tokens} leaves no row to merge into: the state starts with "
-                f"`chunk_size` {self.chunk_size} rows. Use fewer sinks."
-            )
-        if self.state_size < self.num_sink_tokens:
-            raise ValueError(
-                f"`state_size` {self.state_size} is smaller than its {self.num_sink_tokens} `num_sink_tokens`."
-            )
-        if self.state_max_size is not None and self.state_max_size < self.chunk_size:
-            raise ValueError(
-                f"`state_max_size` {self.state_max_size} cannot be kept: the state starts with one row for each of "
-                f"`chunk_size` {self.chunk_size} tokens. Raise it, or use smaller chunks."
-            )
-        if self.state_budget == "fixed" and self.state_size < self.chunk_size:
-            raise ValueError(
-                f"A fixed `state_size` of {self.state_size} cannot be kept: the state starts with one row for each "
-                f"of `chunk_size` {self.chunk_size} tokens. Raise it, or use smaller chunks."
-            )
+        check_state(self)
 
     def validate_treatment(self):
-        _one_of(self, "state_treatment", STATE_TREATMENTS)
+        one_of(self, "state_treatment", STATE_TREATMENTS)
         if self.state_treatment == "normalized" and self.rotary_channels == self.head_dim:
             raise ValueError(
                 "`state_treatment` 'normalized' sees only channels without rotation, and this model rotates all "
@@ -238,13 +207,49 @@ class KVMConfig(PreTrainedConfig):
             )
 
 
-def _at_least(config, name, least):
+def check_state(config):
+    """The checks of a KVM layer's state, for every config that has its fields."""
+    one_of(config, "state_budget", STATE_BUDGETS)
+    at_least(config, "num_sink_tokens", 0)
+    at_least(config, "state_size", 1)
+    at_least(config, "state_round_to", 1)
+    if config.state_budget == "saturation" and (config.state_saturation is None or config.state_saturation < 1):
+        raise ValueError(
+            f"`state_budget` 'saturation' needs `state_saturation` of 1 or more, got {config.state_saturation}."
+        )
+    if not 0 < config.state_growth_factor < math.inf or not 0 <= config.state_growth_exponent <= 1:
+        raise ValueError(
+            f"`state_growth_factor` must be positive and `state_growth_exponent` between 0 and 1, got "
+            f"{config.state_growth_factor} and {config.state_growth_exponent}."
+        )
+    if config.num_sink_tokens >= config.chunk_size:
+        raise ValueError(
+            f"`num_sink_tokens` {config.num_sink_tokens} leaves no row to merge into: the state starts with "
+            f"`chunk_size` {config.chunk_size} rows. Use fewer sinks."
+        )
+    if config.state_size < config.num_sink_tokens:
+        raise ValueError(
+            f"`state_size` {config.state_size} is smaller than its {config.num_sink_tokens} `num_sink_tokens`."
+        )
+    if config.state_max_size is not None and config.state_max_size < config.chunk_size:
+        raise ValueError(
+            f"`state_max_size` {config.state_max_size} cannot be kept: the state starts with one row for each of "
+            f"`chunk_size` {config.chunk_size} tokens. Raise it, or use smaller chunks."
+        )
+    if config.state_budget == "fixed" and config.state_size < config.chunk_size:
+        raise ValueError(
+            f"A fixed `state_size` of {config.state_size} cannot be kept: the state starts with one row for each "
+            f"of `chunk_size` {config.chunk_size} tokens. Raise it, or use smaller chunks."
+        )
+
+
+def at_least(config, name, least):
     value = getattr(config, name)
     if value < least:
         raise ValueError(f"`{name}` must be {least} or more, got {value}.")
 
 
-def _one_of(config, name, known):
+def one_of(config, name, known):
     value = getattr(config, name)
     if value not in known:
         raise ValueError(f"`{name}` must be one of {list(known)}, got {value!r}.")

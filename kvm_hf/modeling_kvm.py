@@ -43,7 +43,7 @@ from .padding_kvm import (
     read_packing,
     read_padding,
 )
-from .state_kvm import NormalizedKeys, PositionalKeys, StateRule
+from .state_kvm import NormalizedKeys, PositionalKeys, SinkKeys, StateRule
 
 # transformers 5.24 calls the cache `cache` in inputs and outputs, releases before it `past_key_values`.
 CACHE_NAME = "cache" if "cache" in {field.name for field in fields(BaseModelOutputWithPast)} else "past_key_values"
@@ -52,14 +52,8 @@ CACHE_NAME = "cache" if "cache" in {field.name for field in fields(BaseModelOutp
 # fit into float16.
 LEAST_TEMPERATURE = 1e-4
 
-AUTO_MAP = {
-    "AutoConfig": "configuration_kvm.KVMConfig",
-    "AutoModel": "modeling_kvm.KVMModel",
-    "AutoModelForCausalLM": "modeling_kvm.KVMForCausalLM",
-    "AutoModelForSequenceClassification": "modeling_kvm.KVMForSequenceClassification",
-    "AutoModelForTokenClassification": "modeling_kvm.KVMForTokenClassification",
-    "AutoModelForQuestionAnswering": "modeling_kvm.KVMForQuestionAnswering",
-}
+# Layers that count tokens per sequence and need no mask from transformers.
+KVM_LAYER_TYPES = ("kvm_attention", "block_sliding_attention")
 
 
 class KVMRMSNorm(nn.Module):
@@ -213,10 +207,11 @@ class KVMAttention(KVMDotProductAttention):
     def __init__(self, config: KVMConfig, layer_idx: int):
         super().__init__(config, layer_idx)
         heads = config.num_key_value_heads
-        self.rule = StateRule.from_config(config)
+        self.rule = StateRule.from_config(config, config.layer_types[layer_idx])
         self.rotary_channels = config.rotary_channels
-        self.is_gated, self.has_temperatures = config.gate_keys or config.gate_values, config.region_temperatures
-        if config.state_treatment == "normalized":
+        self.is_gated = self.rule.gate_keys or self.rule.gate_values
+        self.has_temperatures = config.region_temperatures and self.rule.state_treatment != "sinks"
+        if self.rule.state_treatment == "normalized":
             self.state_norm = KVMStateLayerNorm(config.head_dim, eps=1e-5)
         if self.is_gated:
             self.merge_gate = nn.Linear(config.hidden_size, heads, bias=False)
@@ -228,6 +223,8 @@ class KVMAttention(KVMDotProductAttention):
         """How keys enter the state, are compared with it, and are read from it."""
         if self.rule.state_treatment == "normalized":
             return NormalizedKeys(self.state_norm, self.rotary_channels if self.use_rope else 0)
+        if self.rule.state_treatment == "sinks":
+            return SinkKeys()
         return PositionalKeys(rotary.rotate if self.use_rope else lambda keys, positions, inverse: keys)
 
     def _window_scale(self) -> torch.Tensor:
@@ -321,6 +318,19 @@ class KVMInputs(NamedTuple):
     sequences: list[list[slice]]  # packed sequences per row, or for all rows; one of them if nothing is packed
     masks: dict[str, object]  # what the layers of each type take as `attention_mask`
 
+    @property
+    def begins(self) -> torch.Tensor:
+        """`[B or 1, T, 1]`: the columns in which a sequence's tokens of this call begin."""
+        columns, device = self.embeds.shape[1], self.embeds.device
+        if self.padding is not None:
+            rows = [[first] for first in self.padding.first]
+        else:
+            rows = [[part.start for part in row] for row in self.sequences]
+        begins = torch.zeros(len(rows), columns, dtype=torch.bool)
+        for row, starts in zip(begins, rows):
+            row[starts] = True
+        return begins[..., None].to(device)
+
 
 class KVMPreTrainedModel(PreTrainedModel):
     config: KVMConfig
@@ -334,6 +344,15 @@ class KVMPreTrainedModel(PreTrainedModel):
     _supports_flex_attn = True
     _supports_attention_backend = True
     _can_record_outputs = {"hidden_states": KVMDecoderLayer}
+    AUTO_MAP = {
+        "AutoConfig": "configuration_kvm.KVMConfig",
+        "AutoModel": "modeling_kvm.KVMModel",
+        "AutoModelForCausalLM": "modeling_kvm.KVMForCausalLM",
+        "AutoModelForSequenceClassification": "modeling_kvm.KVMForSequenceClassification",
+        "AutoModelForTokenClassification": "modeling_kvm.KVMForTokenClassification",
+        "AutoModelForQuestionAnswering": "modeling_kvm.KVMForQuestionAnswering",
+    }
+    _num_token_shifts = 0  # layers of the cache behind those of attention
 
     def __init__(self, config, *args, **kwargs):
         config.validate()  # it may have been edited since it was made
@@ -352,7 +371,7 @@ class KVMPreTrainedModel(PreTrainedModel):
 
     def save_pretrained(self, save_directory, *args, **kwargs):
         """As in transformers; the folder also says which of its classes serves which Auto class."""
-        self.config.auto_map = dict(AUTO_MAP)
+        self.config.auto_map = dict(self.AUTO_MAP)
         return super().save_pretrained(save_directory, *args, **kwargs)
 
     def _read_inputs(
@@ -408,7 +427,7 @@ class KVMPreTrainedModel(PreTrainedModel):
             position_ids = position_ids.expand(batch, -1)
             check_padded_positions(position_ids, padding)
 
-        masks = {"kvm_attention": None}
+        masks = dict.fromkeys(KVM_LAYER_TYPES)
         make_mask = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
         # A mask of ones says nothing, and would hide packed sequences from transformers.
         dense = packed or (padding is None and lengths is not None and set(lengths) == {past})
@@ -424,9 +443,10 @@ class KVMPreTrainedModel(PreTrainedModel):
 
     def _lengths(self, cache: Cache | None, batch: int) -> list[int] | None:
         """Tokens that the cache holds of each sequence; None if the model has no layers that count them."""
-        if "kvm_attention" not in self.config.layer_types:
+        ours = [index for index, kind in enumerate(self.config.layer_types) if kind in KVM_LAYER_TYPES]
+        if not ours:
             return None
-        held = [] if cache is None else cache.layers[self.config.layer_types.index("kvm_attention")].lengths
+        held = [] if cache is None else cache.layers[ours[0]].lengths
         return held or [0] * batch
 
     def _resolve_cache(self, cache, past_key_values, use_cache) -> Cache | None:
@@ -453,13 +473,14 @@ class KVMPreTrainedModel(PreTrainedModel):
     def _check_cache(self, cache: Cache) -> None:
         """Refuses a cache that was made for other layers, or whose layers are not in step."""
         layers = getattr(cache, "layers", ())
-        windows = {"kvm_attention": None, "full_attention": None, "sliding_attention": self.config.sliding_window}
-        wanted = [(kind == "kvm_attention", windows[kind]) for kind in self.config.layer_types]
+        windows = {"sliding_attention": self.config.sliding_window}
+        wanted = [(kind if kind in KVM_LAYER_TYPES else None, windows.get(kind)) for kind in self.config.layer_types]
         kinds = [
-            (getattr(layer, "_layer_type", None) == "kvm_attention", getattr(layer, "sliding_window", None))
-            for layer in layers
+            (getattr(layer, "_layer_type", None), getattr(layer, "sliding_window", None))
+            for layer in layers[: len(wanted)]
         ]
-        if kinds != wanted:
+        extra = len(layers) - len(wanted)
+        if kinds != wanted or extra not in (0, self._num_token_shifts):
             raise ValueError(
                 f"The cache ({type(cache).__name__}) was not made for this model's layers. Use "
                 "`KVMCache(model.config)`, or `DynamicCache(config=model.config)`, or let `generate()` make one."
@@ -530,10 +551,11 @@ class KVMForCausalLM(KVMPreTrainedModel, GenerationMixin):
     """KVM model with a language modelling head."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    model_class = KVMModel
 
     def __init__(self, config: KVMConfig):
         super().__init__(config)
-        self.model = KVMModel(config)
+        self.model = self.model_class(config)
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
@@ -565,7 +587,7 @@ class KVMForCausalLM(KVMPreTrainedModel, GenerationMixin):
             **kwargs,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(outputs.last_hidden_state[:, kept])
+        logits = self.compute_logits(outputs.last_hidden_state[:, kept])
         loss = None
         if labels is not None:
             labels = labels_within_sequences(labels, attention_mask, position_ids, kwargs.get("cu_seq_lens_q"))
@@ -576,6 +598,9 @@ class KVMForCausalLM(KVMPreTrainedModel, GenerationMixin):
             hidden_states=outputs.hidden_states,
             **{CACHE_NAME: getattr(outputs, CACHE_NAME)},
         )
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.lm_head(hidden)
 
 
 class _KnowsItsBase:

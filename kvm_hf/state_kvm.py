@@ -11,7 +11,7 @@ Read top to bottom: what a layer is asked to do (`StateRule`), how many rows it 
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -41,13 +41,30 @@ class StateRule:
     count_bias: float
 
     @classmethod
-    def from_config(cls, config) -> "StateRule":
-        return cls(**{field.name: getattr(config, field.name) for field in fields(cls)})
+    def from_config(cls, config, layer_type: str = "kvm_attention") -> "StateRule":
+        rule = cls(**{field.name: getattr(config, field.name) for field in fields(cls)})
+        if layer_type == "kvm_attention":
+            return rule
+        # Block sliding attention is the window without a state; sinks stay beside it as they are.
+        return replace(
+            rule,
+            state_budget="sinks",
+            state_treatment="sinks",
+            gate_keys=False,
+            gate_values=False,
+            value_radius=False,
+            count_bias=0.0,
+        )
 
     @property
     def window_size(self) -> int:
         """`L`: the tokens of the block sliding window."""
         return self.chunk_size * self.num_window_chunks
+
+    @property
+    def first_rows(self) -> int:
+        """Rows of the state when it is founded: the tokens of the first chunk, or only its sinks."""
+        return self.num_sink_tokens if self.state_budget == "sinks" else self.chunk_size
 
 
 def budget(rule: StateRule, context: int, available: int, current: int) -> int:
@@ -74,6 +91,8 @@ def budget(rule: StateRule, context: int, available: int, current: int) -> int:
 
 def rows_to_append(rule: StateRule, context: int, current: int) -> int:
     """Tokens that found rows when the token at position `context` opens a chunk (section 3, step 1)."""
+    if rule.state_budget == "sinks":
+        return 0
     available = context - rule.window_size + rule.chunk_size
     return min(budget(rule, context, available, current) - current, rule.chunk_size)
 
@@ -82,7 +101,7 @@ def rows_after(rule: StateRule, tokens: int) -> int:
     """State rows held once `tokens` tokens of a sequence have been seen: section 3 with the tensors left out."""
     if tokens <= rule.window_size:
         return 0
-    rows = rule.chunk_size
+    rows = rule.first_rows
     for context in range(rule.window_size + rule.chunk_size, tokens, rule.chunk_size):
         rows += rows_to_append(rule, context, rows)
     return rows
@@ -175,8 +194,23 @@ class PositionalKeys:
         return self.rotate(state.key_sum / mass, (state.position_sum / mass).squeeze(-1), False)
 
 
+@dataclass
+class SinkKeys:
+    """Block sliding attention: the first tokens' keys as the window has them, and nothing is merged."""
+
+    def memory_keys(self, keys, positions):
+        return keys
+
+    def similarity(self, keys, key_sum):
+        raise NotImplementedError("nothing is compared with sinks")
+
+    def read(self, state):
+        return state.key_sum
+
+
 def found(rule: StateRule, block: Block) -> State:
     """The first state: one row per token of the first chunk. The radius is that of the ungated value in any case."""
+    block = Block(*(part[:, :, : rule.first_rows] for part in block))
     state = _rows(rule, block, gated=rule.gate_initial_state)
     return state._replace(radius=block.values.norm(dim=-1, keepdim=True))
 
@@ -197,6 +231,8 @@ def absorb(
     Returns:
         The new state, and the rows that each sequence holds of it.
     """
+    if rule.state_budget == "sinks":
+        return state, held
     appended = [rows_to_append(rule, context, rows) for context, rows in zip(contexts, held)]
     least, most = min(appended), max(appended)
     if most > 0:

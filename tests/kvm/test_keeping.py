@@ -272,7 +272,7 @@ class OffloadedCache(KVMCache):
         away = self.__dict__.setdefault("away", {})
         if layer_idx in away:
             back = iter(away[layer_idx])
-            layer._map(lambda tensor: next(back))
+            layer.map(lambda tensor: next(back))
         output = super().update(keys, values, layer_idx, *args, **kwargs)
         away[layer_idx] = []
 
@@ -280,7 +280,7 @@ class OffloadedCache(KVMCache):
             away[layer_idx].append(tensor)
             return tensor.to("meta")
 
-        layer._map(move)
+        layer.map(move)
         return output
 
 

@@ -99,9 +99,8 @@ def test_a_saved_head_carries_its_code(tmp_path):
     KVMForSequenceClassification(config).save_pretrained(tmp_path / "head")
     (tmp_path / "cache").mkdir()
     names = {path.name for path in (tmp_path / "head").glob("*.py")}
-    assert names == {
-        f"{part}_kvm.py" for part in ("configuration", "modeling", "attention", "cache", "padding", "state")
-    }
+    parts = ("configuration", "modeling", "attention", "cache", "layer", "padding", "shift", "state")
+    assert names == {f"{part}_kvm.py" for part in parts}
     loaded = in_fresh_process(
         f"""
         model = AutoModelForSequenceClassification.from_pretrained({str(tmp_path / "head")!r}, trust_remote_code=True)
