@@ -7,7 +7,7 @@ import torch
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from kvm_hf import KVMConfig, KVMForCausalLM
+from kvm_hf import GPTAlphaConfig, GPTAlphaForCausalLM, KVMConfig, KVMForCausalLM
 
 DATA = Path(__file__).parent / "data"
 SMALL = dict(
@@ -34,15 +34,38 @@ MIXED = dict(
 )
 
 
-def make_model(seed: int = 0, dtype=torch.float64, **fields) -> KVMForCausalLM:
+# The paper's backbone in place of the Llama-style one, with everything that it may have.
+GPTALPHA = dict(
+    backbone="gptalpha",
+    num_hidden_layers=4,
+    layer_types=["kvm_attention", "block_sliding_attention", "full_attention", "kvm_attention"],
+    block_lambdas=True,
+    skip_connections=True,
+    residual_scale=0.7,
+    logit_softcap=9.0,
+)
+# What every small model of either backbone has in common.
+SHARED = {
+    name: SMALL[name]
+    for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim", "chunk_size")
+} | {name: SMALL[name] for name in ("num_window_chunks", "state_size", "state_growth_factor")}
+
+
+def make_model(seed: int = 0, dtype=torch.float64, backbone: str = "llama", **fields):
     """A small model with every parameter drawn, none at its neutral value: matrices with std 0.3, so that the state
     moves the logits by far more than any tolerance."""
     torch.manual_seed(seed)
-    model = KVMForCausalLM(KVMConfig(**{**SMALL, **fields})).to(dtype).eval()
+    if backbone == "llama":
+        model = KVMForCausalLM(KVMConfig(**{**SMALL, **fields}))
+    else:
+        model = GPTAlphaForCausalLM(GPTAlphaConfig(**{**SHARED, "ffn_expansion": 1.5, **fields}))
+    model = model.to(dtype).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if ("norm" in name and name.endswith("weight")) or "temperature" in name:
+            if ("norm" in name and name.endswith("weight")) or "temperature" in name or "lambdas" in name:
                 parameter.uniform_(0.7, 1.4)
+            elif "shift" in name:
+                parameter.uniform_(0.05, 0.95)
             else:
                 parameter.normal_(std=0.3)
     return model
@@ -98,14 +121,9 @@ def load_golden_llama(case: str, dtype) -> tuple[KVMForCausalLM, dict[str, torch
 
 @st.composite
 def configs(draw):
-    """Random KVM settings that the config accepts, over all layer types, budgets, gates and both treatments."""
+    """Random settings that the configs accept, over both backbones, all layer types, budgets, gates and treatments."""
     chunk = draw(st.sampled_from([1, 2, 3, 4, 5]))
-    heads = draw(st.sampled_from([1, 2, 4]))
-    positional = draw(st.booleans())
-    gated = draw(st.booleans())
-    count_bias = draw(st.sampled_from([0.0, 1.0, 0.5]))
-    kinds = st.sampled_from(["kvm_attention", "full_attention", "sliding_attention"])
-    return dict(
+    fields = dict(
         chunk_size=chunk,
         num_window_chunks=draw(st.integers(1, 3)),
         num_sink_tokens=draw(st.integers(0, chunk - 1)),
@@ -116,12 +134,34 @@ def configs(draw):
         state_saturation=draw(st.integers(1, 30)),
         state_round_to=draw(st.integers(1, 4)),
         state_max_size=draw(st.none() | st.integers(chunk, 20)),
-        gate_keys=gated,
-        gate_values=gated if positional or count_bias else draw(st.booleans()),
+        gate_keys=draw(st.booleans()),
+        gate_values=draw(st.booleans()),
         gate_appends=draw(st.booleans()),
         gate_initial_state=draw(st.booleans()),
         value_radius=draw(st.booleans()),
         region_temperatures=draw(st.booleans()),
+        sliding_window=draw(st.integers(2, 7)),
+    )
+    kinds = ["kvm_attention", "full_attention", "sliding_attention"]
+    if draw(st.sampled_from(["llama", "llama", "gptalpha"])) == "gptalpha":
+        kind = st.sampled_from([*kinds, "block_sliding_attention"])
+        return fields | dict(
+            backbone="gptalpha",
+            rope_parameters={"partial_rotary_factor": draw(st.sampled_from([0.0, 0.5]))},
+            value_residual=draw(st.sampled_from(["gated", "linear", "none"])),
+            token_shift_attention=draw(st.booleans()),
+            token_shift_mlp=draw(st.booleans()),
+            block_lambdas=draw(st.booleans()),
+            skip_connections=draw(st.booleans()),
+            num_hidden_layers=4,
+            layer_types=["kvm_attention", draw(kind), draw(kind), draw(kind)],
+        )
+    positional = draw(st.booleans())
+    count_bias = draw(st.sampled_from([0.0, 1.0, 0.5]))
+    if positional or count_bias:
+        fields["gate_values"] = fields["gate_keys"]
+    kind = st.sampled_from(kinds)
+    return fields | dict(
         state_treatment="positional" if positional else "normalized",
         rope_parameters={
             "rope_type": "default",
@@ -129,11 +169,10 @@ def configs(draw):
             "partial_rotary_factor": draw(st.sampled_from([0.5, 1.0])) if positional else 0.5,
         },
         count_bias=count_bias,
-        num_key_value_heads=heads,
+        num_key_value_heads=draw(st.sampled_from([1, 2, 4])),
         use_qk_norm=draw(st.booleans()),
         attention_bias=draw(st.booleans()),
         no_rope_layers=draw(st.none() | st.lists(st.integers(0, 1), min_size=3, max_size=3)),
         num_hidden_layers=3,
-        layer_types=["kvm_attention", draw(kinds), draw(kinds)],
-        sliding_window=draw(st.integers(2, 7)),
+        layer_types=["kvm_attention", draw(kind), draw(kind)],
     )

@@ -6,7 +6,7 @@ from threading import Thread
 import pytest
 import torch
 import transformers
-from small_models import MIXED, generate, greedy_without_cache, make_model, random_ids, run_in_pieces
+from small_models import GPTALPHA, MIXED, generate, greedy_without_cache, make_model, random_ids, run_in_pieces
 from small_sources import make_source
 from transformers import (
     AutoTokenizer,
@@ -21,7 +21,7 @@ from conversion import RetrofitOptions, convert
 from kvm_hf import KVMCache
 
 C, L = 4, 8
-FIELDS = {"kvm": {}, "mixed": MIXED}
+FIELDS = {"kvm": {}, "mixed": MIXED, "gptalpha": GPTALPHA}
 PROMPT = 3 * L + 5
 
 

@@ -11,14 +11,14 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from small_models import HALF, MIXED, make_model, random_ids, run_in_pieces
+from small_models import GPTALPHA, HALF, MIXED, make_model, random_ids, run_in_pieces
 from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache
 
 from kvm_hf import KVMCache, KVMForCausalLM
 
 C, L = 4, 8
-FIELDS = {"positional": {}, "normalized": dict(rope_parameters=HALF), "mixed": MIXED}
+FIELDS = {"positional": {}, "normalized": dict(rope_parameters=HALF), "mixed": MIXED, "gptalpha": GPTALPHA}
 
 
 def filled(model, batch=2, length=5 * L + 1, make_cache=KVMCache):
@@ -284,7 +284,11 @@ class OffloadedCache(KVMCache):
         return output
 
 
-@pytest.mark.parametrize("fields", [{}, dict(rope_parameters=HALF)], ids=["positional", "normalized"])
+@pytest.mark.parametrize(
+    "fields",
+    [{}, dict(rope_parameters=HALF), dict(backbone="gptalpha")],
+    ids=["positional", "normalized", "gptalpha"],
+)
 def test_the_state_is_touched_inside_update_only(fields):
     model = make_model(**fields)
     plain, mask = filled(model)

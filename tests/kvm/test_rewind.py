@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_models import HALF, MIXED, configs, make_model, random_ids, run_in_pieces
+from small_models import GPTALPHA, HALF, MIXED, configs, make_model, random_ids, run_in_pieces
 
 from kvm_hf import KVMCache, cache_kvm
 
@@ -17,6 +17,9 @@ def assert_same_cache(one, other):
     for a, b in zip(one.layers, other.layers):
         if not hasattr(a, "tensors"):
             assert torch.equal(a.keys, b.keys) and torch.equal(a.values, b.values)
+            continue
+        if hasattr(a, "tail"):
+            assert torch.equal(a.tail, b.tail) and a.lengths == b.lengths and a.seen == b.seen
             continue
         assert {name: getattr(a, name) for name in ("seen", "lengths", "fills", "rows", "stop")} == {
             name: getattr(b, name) for name in ("seen", "lengths", "fills", "rows", "stop")
@@ -59,7 +62,9 @@ def test_dropped_tokens_leave_no_trace(fields, before, sizes, part, rounds, seed
     assert (logits - whole).abs().max() <= 1e-9
 
 
-@pytest.mark.parametrize("fields", [{}, dict(rope_parameters=HALF), MIXED], ids=["positional", "normalized", "mixed"])
+@pytest.mark.parametrize(
+    "fields", [{}, dict(rope_parameters=HALF), MIXED, GPTALPHA], ids=["positional", "normalized", "mixed", "gptalpha"]
+)
 @pytest.mark.parametrize("dropped", [1, C - 1, C, C + 1, L, 3 * L, 5 * L])
 @pytest.mark.parametrize("start", [1, L - 1, L, L + 1, 3 * L, 3 * L + 1])
 @pytest.mark.parametrize("sizes", [[1], [7]], ids=["tokens", "pieces"])

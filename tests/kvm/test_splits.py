@@ -4,7 +4,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_models import HALF, MIXED, configs, generate, greedy_without_cache, make_model, random_ids, run_in_pieces
+from small_models import (
+    GPTALPHA,
+    HALF,
+    MIXED,
+    configs,
+    generate,
+    greedy_without_cache,
+    make_model,
+    random_ids,
+    run_in_pieces,
+)
 from transformers import DynamicCache
 
 from kvm_hf import KVMCache
@@ -32,10 +42,9 @@ def test_any_split_gives_the_logits_of_one_call(fields, length, sizes, batch, se
 
 @pytest.mark.parametrize("length", [1, C - 1, C, C + 1, L - 1, L, L + 1, 2 * L - 1, 2 * L, 2 * L + 1, 5 * L + 3])
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8, C - 1, C, C + 1])
-@pytest.mark.parametrize("partial_rotary_factor", [0.5, 1.0])
-def test_lengths_around_chunk_and_window_in_pieces_of_every_size(length, size, partial_rotary_factor):
-    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": partial_rotary_factor}
-    model = make_model(rope_parameters=rope)
+@pytest.mark.parametrize("fields", [{}, dict(rope_parameters=HALF), GPTALPHA], ids=["positional", "half", "gptalpha"])
+def test_lengths_around_chunk_and_window_in_pieces_of_every_size(length, size, fields):
+    model = make_model(**fields)
     ids = random_ids(model, length)
     with torch.no_grad():
         whole = model(ids, use_cache=False).logits
@@ -89,7 +98,7 @@ def test_splits_agree_in_lower_precision(dtype, tolerance):
         assert (whole - pieces).abs().max() <= tolerance
 
 
-FIELDS = {"positional": {}, "normalized": dict(rope_parameters=HALF), "mixed": MIXED}
+FIELDS = {"positional": {}, "normalized": dict(rope_parameters=HALF), "mixed": MIXED, "gptalpha": GPTALPHA}
 
 
 @pytest.mark.parametrize("fields", FIELDS.values(), ids=FIELDS)
@@ -106,7 +115,7 @@ def test_a_token_changes_nothing_before_it(changed, sizes, fields):
     assert not torch.equal(before[:, changed:], after[:, changed:])
 
 
-@pytest.mark.parametrize("fields", [{}, MIXED], ids=["kvm", "mixed"])
+@pytest.mark.parametrize("fields", [{}, MIXED, GPTALPHA], ids=["kvm", "mixed", "gptalpha"])
 @pytest.mark.parametrize("length", [1, C, L - 1, L, 3 * L + 5])
 def test_generate_equals_recomputing_everything_for_every_token(length, fields):
     model = make_model(**fields)
@@ -114,7 +123,7 @@ def test_generate_equals_recomputing_everything_for_every_token(length, fields):
     assert torch.equal(generate(model, ids, 2 * L + 1), greedy_without_cache(model, ids, 2 * L + 1))
 
 
-@pytest.mark.parametrize("fields", [{}, MIXED], ids=["kvm", "mixed"])
+@pytest.mark.parametrize("fields", [{}, MIXED, GPTALPHA], ids=["kvm", "mixed", "gptalpha"])
 @pytest.mark.parametrize("prefill_chunk_size", [1, 3, C, L, 30])
 def test_prefill_in_chunks_gives_the_same_tokens(prefill_chunk_size, fields):
     model = make_model(**fields)
