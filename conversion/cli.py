@@ -2,6 +2,7 @@
 
 import shlex
 import sys
+from collections.abc import Callable
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -15,6 +16,7 @@ from tqdm import tqdm
 
 from .errors import RetrofitError
 from .execute import convert
+from .paper import PaperPlan, export_paper, import_paper
 from .plan import DEFAULT_GROWTH, DEFAULT_STATE_SIZE, RetrofitOptions, RetrofitPlan, ranges
 from .verification import VerifyOptions, print_report, verify
 
@@ -137,6 +139,42 @@ def verify_command(
 
         report = verify(source, target, options, text=text, output=output, on_step=on_step)
     print_report(report, Console())
+
+
+@app.command("import-paper")
+def import_paper_command(
+    source: Annotated[Path, typer.Argument(help="Checkpoint folder of the authors: config.json and weights.")],
+    target: Annotated[Path, typer.Argument(help="Folder to write; must not exist, or be empty.")],
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No notes, no progress bar.")] = False,
+) -> None:
+    """Turn a checkpoint of the Key-Value Means authors (rwkv7backbone) into a GPTAlpha-2 model, exactly."""
+    _rewrite(import_paper, source, target, quiet)
+
+
+@app.command("export-paper")
+def export_paper_command(
+    source: Annotated[Path, typer.Argument(help="Folder of a GPTAlpha-2 model.")],
+    target: Annotated[Path, typer.Argument(help="Folder to write; must not exist, or be empty.")],
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No notes, no progress bar.")] = False,
+) -> None:
+    """Turn a GPTAlpha-2 model into a checkpoint that the code of the Key-Value Means authors loads."""
+    _rewrite(export_paper, source, target, quiet)
+
+
+def _rewrite(command: Callable[..., PaperPlan], source: Path, target: Path, quiet: bool) -> None:
+    bar = None
+
+    def on_plan(plan: PaperPlan) -> None:
+        nonlocal bar
+        for note in [] if quiet else plan.notes:
+            console.print(f"Note: {escape(note)}", soft_wrap=True, highlight=False)
+        bar = tqdm(total=plan.nbytes, unit="B", unit_scale=True, desc="Writing weights", disable=quiet)
+
+    with _friendly_errors():
+        command(source, target, on_plan=on_plan, on_bytes=lambda count: bar.update(count))
+    bar.close()
+    if not quiet:
+        console.print(f"Done: {target}")
 
 
 def print_plan(plan: RetrofitPlan, out: Console) -> None:

@@ -62,7 +62,7 @@ def attend(
     interface = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention)
     extra = key.shape[-1] - query.shape[-1]
     if extra:
-        query = torch.cat([query, torch.ones_like(query[..., :1]), torch.zeros_like(query[..., : extra - 1])], dim=-1)
+        query = F.pad(query, (0, extra), value=1.0)
     output, _ = interface(
         module,
         query,

@@ -8,16 +8,19 @@ afterwards; there is no second path, hence the same result for every split of a 
 Depends on `state_kvm` for the mathematics and on transformers' cache protocol.
 """
 
+import copy
 import json
+import operator
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from transformers import PreTrainedConfig
 from transformers.cache_utils import DynamicCache, StaticLayer
 
 from .layer_kvm import RECORDED_TOKENS, SequencesLayer
@@ -25,12 +28,8 @@ from .padding_kvm import Padding, take_columns
 from .shift_kvm import TokenShiftLayer
 from .state_kvm import Block, KeyTreatment, State, StateRule, absorb, found, readout
 
-# Scores of keys that a sequence does not see go down by this much: to a weight of exactly 0 in every dtype, while a
-# query that sees no key at all (a pad's) stays finite.
-HIDDEN = -1e4
-
-# Extra key channels that carry the score bias for kernels that take no mask. Flash kernels want head dims that are
-# multiples of 8, so one channel costs eight.
+# Extra key channels that carry the score bias for kernels that take no mask, against ones in the queries. Flash kernels
+# want head dims that are multiples of 8.
 BIAS_CHANNELS = 8
 
 
@@ -55,6 +54,7 @@ IRRELEVANT = {
     "attention_dropout",
     "initializer_range",
     "max_position_embeddings",
+    "vocab_size",
 }
 
 
@@ -130,6 +130,25 @@ class KVMLayer(SequencesLayer):
             for name in LISTS:
                 held[name] = rows(held[name])
 
+    def fits(self, config) -> bool:
+        """Whether tensors and numbers, read from a file, fit together."""
+        batch, heads, dim, state = len(self.lengths), config.num_key_value_heads, config.head_dim, self._state_columns
+        columns = self.keys.shape[2]
+        shapes = {
+            "keys": (batch, heads, columns, self.keys.shape[3]),
+            "values": (batch, heads, columns, dim),
+            "positions": (batch, columns - state),
+        } | {f"state.{name}": (batch, heads, state) for name in State._fields}
+        return (
+            self.keys.shape[3] >= dim
+            and len(self.fills) == len(self.rows) == batch
+            and max(self.rows) <= state
+            and max(self.fills) <= self.stop <= columns - state
+            and all(
+                tuple(part.shape[: len(shapes[n])]) == shapes[n] for n, part in self.tensors().items() if n in shapes
+            )
+        )
+
     def load(self, facts: dict, tensors: dict[str, torch.Tensor], config) -> None:
         """Takes what a saved cache says of this layer."""
         state = [tensors.pop(f"state.{name}", None) for name in State._fields]
@@ -143,7 +162,9 @@ class KVMLayer(SequencesLayer):
     def _remember(self, seen: int) -> None:
         """Opening a chunk makes new buffers, so the old ones only have to be kept."""
         self.past = [held for held in self.past if held["seen"] >= seen - RECORDED_TOKENS]
-        self.past.append({name: getattr(self, name) for name in (*TENSORS, *LISTS, "state", "stop")} | {"seen": seen})
+        self.past.append(
+            {name: getattr(self, name) for name in (*TENSORS, *LISTS, "state", "stop", "in_graph")} | {"seen": seen}
+        )
 
     def crop(self, tokens_to_remove: int) -> None:
         """Takes back the last `-tokens_to_remove` tokens, and forgets the recorded past.
@@ -154,7 +175,7 @@ class KVMLayer(SequencesLayer):
             ValueError: more than can be taken back; nothing has changed then.
         """
         self.check_crop(tokens_to_remove)
-        target = self.seen + int(tokens_to_remove)  # generate() gives a tensor before transformers 5.24
+        target = self.seen + operator.index(tokens_to_remove)
         if target < self.seen:
             held = next((held for held in self.past if held["seen"] >= target), None)
             if held is not None:
@@ -165,6 +186,8 @@ class KVMLayer(SequencesLayer):
             self.stop -= excess
             self.seen = target
         self.past = []
+        if target == 0:
+            self.reset()
 
     def can_crop(self, tokens: int) -> bool:
         target = self.seen - tokens
@@ -174,11 +197,7 @@ class KVMLayer(SequencesLayer):
         moved = [length > fill for length, fill in zip(held["lengths"], held["fills"])]
         reach = [fill - fixed * has_moved for fill, has_moved in zip(held["fills"], moved)]
         has_moved_on = any(length > fill for length, fill in zip(self.lengths, self.fills))
-        return (
-            all(held["seen"] - target <= tokens for tokens in reach)
-            and (self.record_past or not has_moved_on)
-            and not self.unfinished
-        )
+        return all(held["seen"] - target <= tokens for tokens in reach) and (self.record_past or not has_moved_on)
 
     # The path of new tokens
 
@@ -210,10 +229,8 @@ class KVMLayer(SequencesLayer):
             self.lazy_initialization(key_states, value_states, step)
         self._check(key_states, step)
         self.follow(key_states)
-        tracked = torch.is_grad_enabled() and any(
-            tensor.requires_grad for tensor in (step.queries, key_states, value_states)
-        )
-        in_place = not (tracked or self.in_graph or self.keys.is_inference() != torch.is_inference_mode_enabled())
+        if self.keys.is_inference() and not torch.is_inference_mode_enabled():
+            self.map(torch.clone)  # autograd cannot save inference tensors, nor can they be written in place
         self.unfinished = True
 
         padding, batch, total = step.padding, key_states.shape[0], key_states.shape[2]
@@ -233,10 +250,18 @@ class KVMLayer(SequencesLayer):
                         if opening:
                             self._open_chunk(step, opening)
             take = [min(n, self.rule.window_size - fill) for n, fill in zip(left, self.fills)]
+            if self.record_past and len(set(left)) == 1:
+                take = [min(take)] * batch  # so that every moment to go back to is one column for all sequences
             piece = pieces.next(take)
+            tracked = torch.is_grad_enabled() and any(
+                part is not None and part.requires_grad
+                for part in (step.queries, self.keys, self.values, *new.values())
+            )
+            in_place = not (tracked or self.in_graph)
             self._write(
                 {name: piece(part, DIM[name]) for name, part in new.items() if part is not None}, take, in_place
             )
+            self.in_graph = tracked
             stop = self._state_columns + self.stop
             output = step.attend(
                 piece(step.queries, 2),
@@ -251,7 +276,7 @@ class KVMLayer(SequencesLayer):
             # Columns of a padded call are not tokens of every sequence, so `crop` stops there.
             self.earliest = self.seen - (counts[0] if padding.even else 0)
             self.past = self.past if padding.even else []
-        self.in_graph, self.unfinished = tracked, False
+        self.unfinished = False
         return pieces.joined(step.queries), None
 
     @property
@@ -372,8 +397,8 @@ class KVMLayer(SequencesLayer):
         return Block(step.treatment.memory_keys(keys, positions), values, gates, positions.to(precise))
 
     def _mark(self, state_bias: torch.Tensor | None) -> None:
-        """Lays out the bias anew: that of the state `[B, G, S]`, nothing for the window, and `HIDDEN` for the columns
-        between a sequence's last row and its first token in the window."""
+        """Lays out the bias anew: that of the state `[B, G, S]`, nothing for the window, and for the columns between a
+        sequence's last row and its first token in the window what hides them."""
         state, columns = self._state_columns, self.keys.shape[2]
         keys = self.keys[..., : self.values.shape[-1]]
         even = set(self.rows) == {state} and set(self.fills) == {self.stop}
@@ -387,11 +412,15 @@ class KVMLayer(SequencesLayer):
             column = torch.arange(columns, device=keys.device)
             first = state + self.stop - _each(self.fills, column)
             hidden = (column >= _each(self.rows, column)) & (column < first)
-            self.bias = self.bias.masked_fill(hidden.reshape(-1, 1, columns), HIDDEN)
+            # Half of the least number: no score makes up for it, and the scores of a pad, which may see nothing at all,
+            # stay finite beside the causal mask.
+            least = torch.finfo(keys.dtype).min
+            self.bias = self.bias.masked_fill(hidden.reshape(-1, 1, columns), least / 2)
         if not self.takes_mask:
-            # The kernel scales scores by `1 / sqrt(D)`.
-            carried = (self.bias * keys.shape[-1] ** 0.5).clamp_min(torch.finfo(keys.dtype).min)[..., None]
-            carried = F.pad(carried.expand(*keys.shape[:3], 1), (0, BIAS_CHANNELS - 1))
+            # The kernel scales scores by `1 / sqrt(D)`. All channels share the bias: float16 does not reach far.
+            carried = self.bias * (keys.shape[-1] ** 0.5 / BIAS_CHANNELS)
+            carried = carried.clamp_min(torch.finfo(keys.dtype).min)[..., None]
+            carried = carried.expand(*keys.shape[:3], BIAS_CHANNELS)
             keys = torch.cat([keys, carried], dim=-1)
         self.keys = keys
 
@@ -495,10 +524,32 @@ class KVMCache(DynamicCache):
         self.identity = _identity(config)
 
     def crop(self, tokens_to_remove: int) -> None:
-        for layer in self.layers:
-            if hasattr(layer, "check_crop"):
-                layer.check_crop(tokens_to_remove)  # before any layer is touched
+        tokens_to_remove = operator.index(tokens_to_remove)
+        for layer in self.layers:  # before any layer is touched
+            if isinstance(layer, SequencesLayer):
+                layer.check_crop(tokens_to_remove)
+            elif hasattr(layer, "sliding_window"):
+                _check_sliding_crop(layer, tokens_to_remove)
         super().crop(tokens_to_remove)
+        if tokens_to_remove and self.get_seq_length() == 0:
+            self.reset()
+
+    def reset(self) -> None:
+        super().reset()
+        for layer in self.layers:
+            if not isinstance(layer, SequencesLayer):  # older transformers keep the length
+                layer.keys, layer.values, layer.is_initialized = None, None, False
+
+    def __deepcopy__(self, memo) -> "KVMCache":
+        """Also of a cache that was filled with gradients, where PyTorch refuses to copy tensors."""
+        other = copy.copy(self)
+        other.layers = [
+            copy.deepcopy(layer) if isinstance(layer, SequencesLayer) else copy.copy(layer) for layer in self.layers
+        ]
+        for layer in other.layers:
+            if not isinstance(layer, SequencesLayer) and layer.is_initialized:
+                layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
+        return other
 
     @property
     def nbytes(self) -> int:
@@ -545,16 +596,19 @@ class KVMCache(DynamicCache):
         Raises:
             ValueError: a call with the cache failed half-way, so that nobody knows what it holds.
         """
+        seen = {int(layer.get_seq_length()) for layer in self.layers}
+        if len(seen) > 1 or any(getattr(layer, "unfinished", False) for layer in self.layers):
+            raise ValueError("An earlier call with this cache failed half-way, so it cannot be saved.")
         layers, tensors = [], {}
-        for index, layer in enumerate(self.layers):
-            if getattr(layer, "unfinished", False):
-                raise ValueError("An earlier call with this cache failed half-way, so it cannot be saved.")
+        for number, layer in enumerate(self.layers):
             facts = {name: getattr(layer, name) for name in SAVED if hasattr(layer, name)}
+            if "cumulative_length" in facts:
+                facts["cumulative_length"] = int(facts["cumulative_length"])
             held = layer.tensors() if hasattr(layer, "tensors") else {"keys": layer.keys, "values": layer.values}
             held = {name: tensor for name, tensor in held.items() if tensor is not None}
             layers.append(facts | {"tensors": sorted(held)})
             # Beams and views may share storage, which the format does not take.
-            tensors |= {f"{index}.{name}": tensor.detach().clone().contiguous() for name, tensor in held.items()}
+            tensors |= {f"{number}.{name}": tensor.detach().clone().contiguous() for name, tensor in held.items()}
         facts = {"version": FILE_VERSION, "identity": self.identity, "layers": layers}
         os.makedirs(save_directory, exist_ok=True)
         path = os.path.join(save_directory, CACHE_FILE)
@@ -577,16 +631,18 @@ class KVMCache(DynamicCache):
         path = os.path.join(directory, CACHE_FILE)
         if not os.path.isfile(path):
             raise FileNotFoundError(f"There is no {CACHE_FILE} in {directory}: `cache.save_pretrained` writes it.")
+        device = torch.device(device)
+        damaged = f"{path} is damaged, perhaps cut short: {{}}. Make the cache anew."
         try:
-            with safe_open(path, framework="pt", device=str(device)) as file:
+            with safe_open(path, framework="pt") as file:
                 facts = json.loads((file.metadata() or {}).get("kvm_cache", "null"))
                 tensors = {name: file.get_tensor(name) for name in file.keys()}
         except (SafetensorError, json.JSONDecodeError) as error:
-            raise ValueError(f"{path} is damaged, perhaps cut short ({error}). Make the cache anew.") from error
-        if facts is None:
+            raise ValueError(damaged.format(error)) from error
+        if not isinstance(facts, dict) or not {"version", "identity", "layers"} <= facts.keys():
             raise ValueError(f"{path} was not written by `KVMCache.save_pretrained`.")
         if facts["version"] != FILE_VERSION:
-            raise ValueError(f"{path} has version {facts['version']} of the format; this code reads {FILE_VERSION}.")
+            raise ValueError(f"{path} has version {facts['version']!r} of the format; this code reads {FILE_VERSION}.")
         cache = cls(config)
         names = cache.identity.keys() | facts["identity"].keys()
         other = [name for name in sorted(names) if cache.identity.get(name) != facts["identity"].get(name)]
@@ -596,12 +652,17 @@ class KVMCache(DynamicCache):
                 f"{path} is the cache of another model: {', '.join(other)} differ (`{name}` is "
                 f"{facts['identity'].get(name)} there, {cache.identity.get(name)} here)."
             )
-        for index, (layer, saved) in enumerate(zip(cache.layers, facts["layers"], strict=True)):
-            held = {name: tensors.get(f"{index}.{name}") for name in saved.pop("tensors")}
+        if len(facts["layers"]) != len(cache.layers):
+            raise ValueError(damaged.format(f"it has {len(facts['layers'])} layers of {len(cache.layers)}"))
+        for number, (layer, saved) in enumerate(zip(cache.layers, facts["layers"])):
+            held = {name: tensors.get(f"{number}.{name}") for name in saved.pop("tensors")}
             if any(tensor is None for tensor in held.values()):
-                raise ValueError(f"{path} lacks tensors of layer {index}. Make the cache anew.")
+                raise ValueError(damaged.format(f"it lacks tensors of layer {number}"))
+            held = {name: tensor.to(device) for name, tensor in held.items()}
             if held and isinstance(layer, SequencesLayer):
                 layer.load(saved, held, config)
+                if not layer.fits(config):
+                    raise ValueError(damaged.format(f"the tensors of layer {number} do not fit together"))
             elif held:
                 layer.lazy_initialization(held["keys"], held["values"])
                 vars(layer).update(saved | held)
@@ -610,8 +671,23 @@ class KVMCache(DynamicCache):
 
 def _identity(config) -> dict:
     """The fields of a config that decide what a cache's tensors mean, as JSON has them."""
-    own = (name for name in vars(type(config))["__annotations__"] if name not in IRRELEVANT)
+    common = {field.name for field in fields(PreTrainedConfig)}
+    own = [field.name for field in fields(config) if field.name not in common | IRRELEVANT]
     return json.loads(json.dumps({name: getattr(config, name) for name in own}))
+
+
+def _check_sliding_crop(layer, tokens_to_remove: int) -> None:
+    """Raises before transformers' sliding layer does, or where it would go on without the keys that it needs."""
+    seen, window = int(layer.get_seq_length()), layer.sliding_window
+    left = seen + tokens_to_remove
+    held = layer.keys.shape[2] if layer.is_initialized else 0
+    if tokens_to_remove and (
+        held + tokens_to_remove < min(window - 1, left) or (seen >= window and not layer.record_past)
+    ):
+        raise ValueError(
+            f"The cache cannot drop its last {-tokens_to_remove} tokens: a sliding-attention layer has dropped older ones. "
+            "Call `cache.activate_past_recording()` before adding tokens that may be dropped."
+        )
 
 
 def _nbytes(layer) -> int:

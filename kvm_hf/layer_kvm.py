@@ -4,6 +4,7 @@ Depends on PyTorch and on transformers' cache protocol.
 """
 
 import copy
+import operator
 from abc import abstractmethod
 from collections.abc import Callable
 
@@ -78,6 +79,7 @@ class SequencesLayer(CacheLayerMixin):
         self._select(beam_idx)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
+        indices = torch.as_tensor(indices).reshape(-1)
         if indices.dtype == torch.bool:
             indices = indices.nonzero().squeeze(-1)
         self._select(indices)
@@ -102,7 +104,9 @@ class SequencesLayer(CacheLayerMixin):
 
     def check_crop(self, tokens_to_remove: int) -> None:
         """Raises what `crop` would raise."""
-        tokens_to_remove = int(tokens_to_remove)  # generate() gives a tensor before transformers 5.24
+        tokens_to_remove = operator.index(tokens_to_remove)  # generate() gives a tensor before transformers 5.24
+        if getattr(self, "unfinished", False):
+            raise ValueError("An earlier call with this cache failed half-way. Start again with a new cache.")
         if tokens_to_remove > 0:
             raise ValueError(
                 f"`crop` takes the number of tokens to remove as a negative number, got {tokens_to_remove}. (Before "

@@ -134,13 +134,16 @@ class GPTAlphaDecoderLayer(GradientCheckpointingLayer):
         self.attention_shift = config.num_hidden_layers + layer_idx
         self.mlp_shift = self.attention_shift + config.num_hidden_layers * config.token_shift_attention
 
-    def forward(self, hidden, embeds, begins, cache, padding, **kwargs) -> torch.Tensor:
-        """`embeds`: the normed embeddings `[B, T, hidden]`; `begins`: where a sequence's tokens begin in this call."""
+    def forward(self, hidden, embeds, first_value, begins, cache, padding, **kwargs) -> torch.Tensor:
+        """`embeds`: the normed embeddings `[B, T, hidden]`; `first_value`: see `GPTAlphaProjections.project`; `begins`:
+        where a sequence's tokens begin in this call. The first three have gradients, and reentrant checkpointing knows
+        of positional arguments only."""
         shift = partial(shifted, cache=cache, begins=begins, padding=padding)
         if self.has_lambdas:
             hidden = self.lambdas[0] * hidden + self.lambdas[1] * embeds
         attended, _ = self.self_attn(
             self.input_layernorm(hidden),
+            first_value=first_value,
             cache=cache,
             padding=padding,
             shift=partial(shift, index=self.attention_shift, starts_from_itself=True),
@@ -287,8 +290,8 @@ class GPTAlphaModel(GPTAlphaPreTrainedModel):
                 hidden = hidden + self.skip_weights[index - half] * outputs.pop()
             hidden = layer(
                 hidden,
-                embeds=embeds,
-                first_value=first_values[kind],
+                embeds,
+                first_values[kind],
                 begins=inputs.begins,
                 position_embeddings=tables[kind],
                 attention_mask=inputs.masks[kind],

@@ -37,6 +37,7 @@ from .cache_kvm import KVMCache, KVMLayer, KVMStep
 from .configuration_kvm import KVMConfig
 from .padding_kvm import (
     Padding,
+    check_first_positions,
     check_padded_positions,
     labels_within_sequences,
     packed_positions,
@@ -382,6 +383,7 @@ class KVMPreTrainedModel(PreTrainedModel):
             raise ValueError("Give exactly one of `input_ids` and `inputs_embeds`.")
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
+        has_cache = cache is not None or past_key_values is not None
         cache = self._resolve_cache(cache, past_key_values, use_cache)
         past = 0 if cache is None else int(cache.get_seq_length())  # a tensor after crop() of some layers
         if inputs_embeds.ndim != 3:
@@ -413,9 +415,18 @@ class KVMPreTrainedModel(PreTrainedModel):
             raise ValueError("Packed sequences (`cu_seq_lens_q`) cannot be padded: leave `attention_mask` out.")
         packed = any(len(row) > 1 for row in sequences)
         if packed:
-            if past:
-                raise ValueError("Packed sequences cannot continue a cache: each of them starts anew.")
+            if has_cache:
+                raise ValueError(
+                    "Packed sequences cannot continue or fill a cache: each of them starts anew. Leave the cache out; "
+                    "to generate, give them as rows of a padded batch."
+                )
             cache = None
+        elif others.get("seq_idx") is not None and position_ids is None:
+            raise ValueError("`seq_idx` alone does not say where packed sequences begin: give `position_ids` too.")
+        elif position_ids is not None and lengths is not None and (length > 1 or set(lengths) != {past}):
+            check_first_positions(
+                position_ids.expand(batch, -1), [0] * batch if padding is None else padding.first, lengths
+            )
 
         if position_ids is None:
             position_ids = past + packed_positions(sequences[0], device)
@@ -485,6 +496,8 @@ class KVMPreTrainedModel(PreTrainedModel):
                 f"The cache ({type(cache).__name__}) was not made for this model's layers. Use "
                 "`KVMCache(model.config)`, or `DynamicCache(config=model.config)`, or let `generate()` make one."
             )
+        if any(getattr(layer, "unfinished", False) for layer in layers):
+            raise ValueError("An earlier call with this cache failed half-way. Start again with a new cache.")
         seen = {int(layer.get_seq_length()) for layer in layers}
         if len(seen) > 1:
             raise ValueError(
@@ -590,7 +603,11 @@ class KVMForCausalLM(KVMPreTrainedModel, GenerationMixin):
         logits = self.compute_logits(outputs.last_hidden_state[:, kept])
         loss = None
         if labels is not None:
-            labels = labels_within_sequences(labels, attention_mask, position_ids, kwargs.get("cu_seq_lens_q"))
+            borders = kwargs.get("cu_seq_lens_q")
+            labels, share = labels_within_sequences(labels, attention_mask, position_ids, borders)
+            if kwargs.get("num_items_in_batch") is not None:
+                # Exact for one batch; where gradients accumulate over several, the share of each stands for that of all.
+                kwargs["num_items_in_batch"] = kwargs["num_items_in_batch"] * share
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(
             loss=loss,

@@ -136,6 +136,19 @@ def read_padding(
     )
 
 
+def check_first_positions(position_ids: torch.Tensor, first: list[int], lengths: list[int]) -> None:
+    """Raises ValueError if the positions `[B, T]` of the new tokens, of which each sequence has its `first` in that
+    column, do not go on from the tokens that the cache holds."""
+    column = torch.tensor(first, device=position_ids.device)[:, None]
+    found = position_ids.gather(1, column).squeeze(1).tolist()
+    for number, (position, length) in enumerate(zip(found, lengths)):
+        if position != length:
+            raise ValueError(
+                f"`position_ids` of sequence {number} begin at {position}, but it has {length} tokens so far: count each "
+                "sequence's own tokens from 0, padding not included, or leave `position_ids` out."
+            )
+
+
 def check_padded_positions(position_ids: torch.Tensor, padding: Padding) -> None:
     """Raises ValueError if the positions of a sequence's tokens do not go up by one."""
     steps = padding.align(position_ids).diff(dim=-1)
@@ -162,9 +175,12 @@ def read_packing(
     """
     borders = None
     if cu_seq_lens is not None:
-        borders = sorted(set(cu_seq_lens.tolist()))
-        if borders[0] != 0 or borders[-1] != columns:
-            raise ValueError(f"`cu_seq_lens_q` must go from 0 to the number of tokens, {columns}, got {borders}.")
+        given = torch.as_tensor(cu_seq_lens).tolist()
+        if not isinstance(given, list) or not given or not all(isinstance(border, int) for border in given):
+            raise ValueError(f"`cu_seq_lens_q` must be a list of whole numbers, the borders of sequences, got {given}.")
+        borders = sorted(set(given))
+        if borders[0] != 0 or borders[-1] != columns or given != sorted(given):
+            raise ValueError(f"`cu_seq_lens_q` must go up from 0 to the number of tokens, {columns}, got {given}.")
     found = [[0, columns]]
     if position_ids is not None and columns > 1:
         restarts = F.pad(position_ids.diff(dim=-1) != 1, (1, 0))
@@ -192,14 +208,16 @@ def labels_within_sequences(
     attention_mask: torch.Tensor | None,
     position_ids: torch.Tensor | None,
     cu_seq_lens: torch.Tensor | None,
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Labels `[B, T]` with -100 where no token of the same sequence stands before: at pads and at first tokens, which
-    the shifted loss would take as predicted by a pad or by another sequence."""
+    the shifted loss would take as predicted by a pad or by another sequence. Also the share of labels that is left: who
+    counted the labels beforehand, as Trainer does, counted those."""
+    counted = (labels[:, 1:] != -100).sum()
     if attention_mask is not None and attention_mask.shape == labels.shape:
         real = attention_mask == 1
         labels = labels.masked_fill(~(real & F.pad(real[:, :-1], (1, 0))), -100)
     if position_ids is not None:
         labels = labels.masked_fill(position_ids == 0, -100)
     if cu_seq_lens is not None:
-        labels = labels.index_fill(1, cu_seq_lens[:-1].to(labels.device, torch.long), -100)
-    return labels
+        labels = labels.index_fill(1, torch.as_tensor(cu_seq_lens)[:-1].to(labels.device, torch.long), -100)
+    return labels, (labels[:, 1:] != -100).sum() / counted.clamp_min(1)

@@ -7,6 +7,7 @@ cache (beams, rewinding, offloading) is done to it too.
 Depends on `padding_kvm` and on transformers' cache protocol.
 """
 
+import operator
 from collections.abc import Callable
 
 import torch
@@ -98,12 +99,18 @@ class TokenShiftLayer(SequencesLayer):
             ValueError: more than was recorded.
         """
         self.check_crop(tokens_to_remove)
-        tokens = -int(tokens_to_remove)
+        tokens = -operator.index(tokens_to_remove)
         if self.tail is not None:
             left = self.tail.shape[1] - tokens
             self.tail = self.tail[:, left - 1 : left] if left > 0 else None
         self.lengths = [length - tokens for length in self.lengths]
         self.seen -= tokens
+        if tokens and self.seen == 0:
+            self.reset()
+
+    def fits(self, config) -> bool:
+        """Whether tensors and numbers, read from a file, fit together."""
+        return self.tail.ndim == 3 and self.tail.shape[0] == len(self.lengths)
 
     def load(self, facts: dict, tensors: dict[str, torch.Tensor], config) -> None:
         """Takes what a saved cache says of this layer."""

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_models import SMALL, generate, make_model, random_ids, run_in_pieces
+from small_models import GPTALPHA, SMALL, generate, make_model, random_ids, run_in_pieces
 from transformers import DynamicCache
 
 import kvm_hf
@@ -159,8 +159,9 @@ def test_rows_can_be_reordered_repeated_and_selected(fields):
         assert (continued(change, len(rows)) - expected).abs().max() <= 1e-9
 
 
-def test_a_reset_cache_starts_a_new_sequence():
-    model = make_model()
+@pytest.mark.parametrize("fields", [{}, MIXED, GPTALPHA], ids=["kvm", "mixed", "gptalpha"])
+def test_a_reset_cache_starts_a_new_sequence(fields):
+    model = make_model(**fields)
     cache = KVMCache(model.config)
     run_in_pieces(model, random_ids(model, 4 * L, batch=2), [9], cache)
     cache.reset()
@@ -180,11 +181,36 @@ def test_a_prompt_read_in_inference_mode_is_continued_outside_of_it():
         assert (logits - model(ids, use_cache=False).logits[:, 3 * L + 1 :]).abs().max() <= 1e-9
 
 
-@pytest.mark.parametrize("trained", ["q_proj", "k_proj", ""])
+def test_a_prompt_read_in_inference_mode_can_be_trained_on():
+    model = make_model(state_budget="fixed", state_size=4)
+    ids = random_ids(model, 5 * L)
+    cache = KVMCache(model.config)
+    with torch.inference_mode():
+        model(ids[:, : 3 * L], past_key_values=cache)
+    model(ids[:, 3 * L :], past_key_values=cache).logits.sum().backward()
+    assert model.model.embed_tokens.weight.grad.abs().max() > 0
+
+
+def test_going_back_does_not_write_over_what_autograd_saved():
+    model = make_model(num_key_value_heads=4)
+    ids = random_ids(model, 4 * L)
+    cache = KVMCache(model.config)
+    cache.activate_past_recording()
+    logits = model(ids[:, : 2 * L], past_key_values=cache).logits
+    with torch.no_grad():
+        model(ids[:, 2 * L : 3 * L + 3], past_key_values=cache)
+        cache.crop(-L - 3)
+        model(ids[:, :1], past_key_values=cache)
+    logits.sum().backward()
+
+
+@pytest.mark.parametrize(
+    "trained", ["q_proj", "k_proj", "layers.0.self_attn.merge_gate", "layers.0.self_attn.state_norm", ""]
+)
 def test_what_autograd_saved_is_not_written_over(trained):
     """Several calls on one cache, some with gradients, some without, in any mix of trained and frozen parameters."""
     # One key head per query head: the kernel is given, and saves, the buffers themselves.
-    model = make_model(num_key_value_heads=4)
+    model = make_model(num_key_value_heads=4, rope_parameters=HALF, region_temperatures=False)
     ids = random_ids(model, 4 * L + 2)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trained in name)

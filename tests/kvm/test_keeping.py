@@ -11,11 +11,11 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from small_models import GPTALPHA, HALF, MIXED, make_model, random_ids, run_in_pieces
+from small_models import GPTALPHA, HALF, MIXED, SMALL, make_model, random_ids, run_in_pieces
 from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache
 
-from kvm_hf import KVMCache, KVMForCausalLM
+from kvm_hf import KVMCache, KVMConfig, KVMForCausalLM
 
 C, L = 4, 8
 FIELDS = {"positional": {}, "normalized": dict(rope_parameters=HALF), "mixed": MIXED, "gptalpha": GPTALPHA}
@@ -93,8 +93,9 @@ def test_a_cache_made_by_transformers_can_be_copied_too():
     assert torch.equal(continued(model, other, mask), continued(model, cache, mask))
 
 
-def test_a_cache_filled_with_gradients_can_be_copied():
-    model = make_model()
+@pytest.mark.parametrize("fields", [{}, MIXED, GPTALPHA], ids=["kvm", "mixed", "gptalpha"])
+def test_a_cache_filled_with_gradients_can_be_copied(fields):
+    model = make_model(**fields)
     ids = random_ids(model, 4 * L)
     cache = KVMCache(model.config)
     model(ids[:, : 3 * L], past_key_values=cache)
@@ -134,7 +135,7 @@ def test_a_conversation_survives_a_restart(tmp_path):
     model.save_pretrained(tmp_path / "model")
     cache.save_pretrained(tmp_path / "cache")
     code = (
-        "import sys, torch; from test_keeping import continued; from kvm_hf import KVMCache, KVMForCausalLM\n"
+        "import sys, torch; from test_keeping import continued; from kvm_hf import KVMCache, KVMConfig, KVMForCausalLM\n"
         "model = KVMForCausalLM.from_pretrained(sys.argv[1]).eval(); torch.set_num_threads(1)\n"
         "cache = KVMCache.from_pretrained(sys.argv[2], model.config)\n"
         "torch.save(continued(model, cache, torch.load(sys.argv[3])), sys.argv[4])\n"
@@ -234,6 +235,55 @@ def test_a_cache_that_nobody_knows_the_contents_of_is_not_saved(tmp_path):
     cache.layers[1].unfinished = True
     with pytest.raises(ValueError, match="failed half-way"):
         cache.save_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda facts, tensors: facts.clear(), "not written by"),
+        (lambda facts, tensors: facts.pop("layers"), "not written by"),
+        (lambda facts, tensors: facts["layers"].pop(), "1 layers of 2"),
+        (lambda facts, tensors: facts["layers"][0].update(rows=[99, 99]), "do not fit together"),
+        (lambda facts, tensors: facts["layers"][1].update(fills=[1]), "do not fit together"),
+        (lambda facts, tensors: tensors.update({"0.keys": tensors["0.keys"][:, :, 1:].clone()}), "do not fit together"),
+        (lambda facts, tensors: tensors.update({"1.state.count": tensors["1.state.count"][:1].clone()}), "do not fit"),
+    ],
+    ids=["empty", "no layers", "a layer less", "rows", "fills", "keys", "state"],
+)
+def test_a_file_that_contradicts_itself_is_refused(saved, change, words):
+    model, folder, file = saved
+    rewrite(file, change)
+    with pytest.raises(ValueError, match=words):
+        KVMCache.from_pretrained(folder, model.config)
+
+
+def test_a_device_that_is_not_there_is_not_the_files_fault(saved):
+    model, folder, _ = saved
+    with pytest.raises(RuntimeError, match="device"):
+        KVMCache.from_pretrained(folder, model.config, device="nowhere")
+    assert KVMCache.from_pretrained(folder, model.config, device="meta").layers[0].keys.device.type == "meta"
+
+
+def test_layers_out_of_step_are_not_saved(tmp_path):
+    model = make_model()
+    cache, _ = filled(model)
+    cache.layers[0].seen += 1
+    with pytest.raises(ValueError, match="failed half-way"):
+        cache.save_pretrained(tmp_path)
+
+
+def test_more_words_in_the_vocabulary_do_not_make_another_model(saved):
+    _, folder, _ = saved
+    KVMCache.from_pretrained(folder, make_model(vocab_size=64).config)
+
+
+def test_a_config_of_ones_own_has_the_identity_of_all_its_fields():
+    class MyConfig(KVMConfig):
+        pass
+
+    config = MyConfig(**SMALL)
+    assert KVMCache(config).identity == KVMCache(KVMConfig(**SMALL)).identity
+    assert config.head_dim == KVMCache(config).identity["head_dim"]
 
 
 # Placement

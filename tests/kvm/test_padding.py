@@ -299,8 +299,6 @@ def packed(sequences):
 @pytest.mark.parametrize("fields", FIELDS.values(), ids=FIELDS)
 @pytest.mark.parametrize("borders", ["position_ids", "cu_seq_lens_q", "both"])
 def test_packed_sequences_give_what_each_gives_alone(fields, borders):
-    if borders == "cu_seq_lens_q" and fields is MIXED:
-        pytest.skip("transformers' masks for other kernels than flash attention know sequences by `position_ids` only")
     model = make_model(**fields)
     lengths = [5, 3 * L + 1, 1, 2 * L]
     sequences = sequences_of(model, lengths)
@@ -309,7 +307,8 @@ def test_packed_sequences_give_what_each_gives_alone(fields, borders):
     inputs = inputs if borders == "both" else {borders: inputs[borders]}
 
     model.zero_grad()
-    output = model(ids, labels=ids, num_items_in_batch=1, **inputs)
+    labels = ids.masked_fill(positions == 0, -100)  # as the flattening collator has them
+    output = model(ids, labels=labels, num_items_in_batch=1, **inputs)
     output.loss.backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     model.zero_grad()
@@ -356,6 +355,36 @@ def test_left_padding_does_not_train_first_tokens_on_pads():
     assert torch.allclose(together, sum(losses) / (2 + 2 * L - 1), rtol=1e-6)
 
 
+def test_counted_labels_of_first_tokens_leave_the_count():
+    """Trainer counts labels beforehand and gives the number, of which a left-padded batch uses fewer."""
+    model = make_model()
+    sequences = sequences_of(model, [3, 9, 5, 14])
+    losses = {}
+    for side in ("left", "right"):
+        ids, mask = padded(sequences, side)
+        labels = ids.masked_fill(mask == 0, -100)
+        counted = (labels[:, 1:] != -100).sum()
+        losses[side] = model(ids, attention_mask=mask, labels=labels, num_items_in_batch=counted).loss
+    assert torch.allclose(losses["left"], losses["right"], rtol=1e-6)
+
+
+@pytest.mark.parametrize("kernel", ["eager", "sdpa", "flex_attention"])
+def test_hidden_columns_stay_hidden_however_low_the_scores_are(kernel):
+    """A constant added to all of a sequence's scores changes nothing, so nothing may be compared with a number."""
+    model = make_model(dtype=torch.float32, head_dim=16, attention_bias=True, rope_parameters=HALF)
+    model.set_attn_implementation(kernel)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.bias.view(-1, 16)[:, -1] += 400.0
+            layer.self_attn.k_proj.bias.view(-1, 16)[:, -1] -= 400.0
+        sequences = sequences_of(model, [5, 17, 30])
+        ids, mask = padded(sequences, "left")
+        logits = model(ids, attention_mask=mask, past_key_values=KVMCache(model.config)).logits
+        for row, sequence in enumerate(sequences):
+            expected = model(sequence[None], past_key_values=KVMCache(model.config)).logits[0]
+            assert (logits[row][mask[row] == 1] - expected).abs().max() <= 2e-2  # float32 beside scores of -40,000
+
+
 # What is refused
 
 
@@ -374,6 +403,15 @@ def test_left_padding_does_not_train_first_tokens_on_pads():
         (dict(position_ids=torch.tensor([[0, 1, 1, 2]])), "go up by one"),
         (dict(position_ids=torch.tensor([[0, 1, 0, 1]]), cu_seq_lens_q=torch.tensor([0, 3, 4])), "restart at"),
         (dict(cu_seq_lens_q=torch.tensor([0, 2, 3])), "from 0 to the number of tokens"),
+        (dict(cu_seq_lens_q=torch.tensor([0, 3, 1, 4])), "go up from 0"),
+        (dict(cu_seq_lens_q=torch.tensor([[0, 4]])), "whole numbers"),
+        (dict(cu_seq_lens_q=torch.tensor([0.0, 4.0])), "whole numbers"),
+        (dict(seq_idx=torch.tensor([[0, 0, 1, 1]])), "does not say where"),
+        (dict(position_ids=torch.tensor([[5, 6, 7, 8]])), "begin at 5, but it has 0 tokens"),
+        (
+            dict(attention_mask=torch.tensor([[0, 0, 1, 1]]), position_ids=torch.arange(4)[None]),
+            "begin at 2, but it has 0 tokens",
+        ),
         (
             dict(attention_mask=torch.tensor([[0, 0, 1, 1]]), position_ids=torch.tensor([[0, 0, 0, 0]])),
             "go up by one",
@@ -403,9 +441,21 @@ def test_a_mask_that_does_not_fit_the_cache_is_refused():
             model(token, past_key_values=cache)
         with pytest.raises(ValueError, match="counts 16 tokens of sequence 0 before this call, the cache holds 3"):
             model(token, attention_mask=torch.ones_like(more), past_key_values=cache)
-        with pytest.raises(ValueError, match="cannot continue a cache"):
+        with pytest.raises(ValueError, match="cannot continue or fill a cache"):
             model(ids[:1, :4], position_ids=torch.tensor([[0, 1, 0, 1]]), past_key_values=one_row(model))
-        model(token, attention_mask=more, past_key_values=cache)  # nothing was lost
+        with pytest.raises(ValueError, match="sequence 0 begin at 16, but it has 3 tokens"):
+            model(token, attention_mask=more, position_ids=torch.full((2, 1), 16), past_key_values=cache)
+        positions = torch.tensor([[3], [16]])
+        model(token, attention_mask=more, position_ids=positions, past_key_values=cache)  # nothing was lost
+
+
+def test_packed_sequences_do_not_fill_a_cache():
+    model = make_model()
+    ids, positions = packed(sequences_of(model, [9, 11]))
+    with pytest.raises(ValueError, match="cannot continue or fill a cache"):
+        model(ids, position_ids=positions, past_key_values=KVMCache(model.config))
+    with pytest.raises(ValueError):
+        model.generate(ids, position_ids=positions, max_new_tokens=3, do_sample=False)
 
 
 def one_row(model):

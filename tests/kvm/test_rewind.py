@@ -201,3 +201,53 @@ def test_a_recorded_past_follows_its_rows():
     cache.reorder_cache(torch.tensor([2, 2, 0]))
     cache.crop(-L - 1)
     assert_same_cache(cache, expected)
+
+
+def test_a_ragged_batch_takes_back_part_of_a_call_of_several_tokens():
+    model = make_model()
+    ids, more = random_ids(model, 13, batch=2), random_ids(model, 7, batch=2, seed=1)
+    mask = torch.ones(2, 20, dtype=torch.long)
+    mask[0, :3] = 0
+    cache = KVMCache(model.config)
+    cache.activate_past_recording()
+    with torch.no_grad():
+        model(ids, attention_mask=mask[:, :13], past_key_values=cache)
+        whole = model(more, attention_mask=mask, past_key_values=cache).logits
+        for dropped in (6, 3, 1):
+            cache.crop(-dropped)
+            assert cache.lengths == [17 - dropped, 20 - dropped]
+            rest = model(more[:, -dropped:], attention_mask=mask, past_key_values=cache).logits
+            assert (rest - whole[:, -dropped:]).abs().max() <= 1e-9
+
+
+@pytest.mark.parametrize(("length", "record"), [(7, False), (31, True)])
+def test_a_crop_that_a_sliding_layer_cannot_follow_is_refused_and_nothing_lost(length, record):
+    model = make_model(**{**MIXED, "layer_types": ["kvm_attention", "full_attention", "sliding_attention"]})
+    cache = KVMCache(model.config)
+    ids = random_ids(model, length + 3)
+    run_in_pieces(model, ids[:, :length], [length], cache)
+    if record:
+        cache.activate_past_recording()
+    with pytest.raises(ValueError, match="cannot drop its last 2 tokens"):
+        cache.crop(-2)
+    with torch.no_grad():
+        whole = model(ids, use_cache=False).logits[:, length:]
+    assert (run_in_pieces(model, ids[:, length:], [1], cache) - whole).abs().max() <= 1e-9
+
+
+def test_a_mixed_cache_without_tokens_takes_another_batch():
+    model = make_model(**MIXED)
+    cache = KVMCache(model.config)
+    cache.activate_past_recording()
+    run_in_pieces(model, random_ids(model, 4), [4], cache)
+    cache.crop(torch.tensor(-4))
+    cache.batch_repeat_interleave(3)
+    ids = random_ids(model, 3 * L, batch=3)
+    expected = run_in_pieces(model, ids, [5], KVMCache(model.config))
+    assert torch.equal(run_in_pieces(model, ids, [5], cache), expected)
+
+
+def test_numbers_of_tokens_are_whole():
+    cache = KVMCache(make_model().config)
+    with pytest.raises(TypeError):
+        cache.crop(-1.5)
