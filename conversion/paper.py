@@ -164,7 +164,7 @@ def config_from_paper(fields: dict) -> GPTAlphaConfig:
     if theirs["model_type"] != MODEL_TYPE:
         raise RetrofitError(f"The source has `model_type` {theirs['model_type']!r}; {MODEL_TYPE!r} is imported.")
     class_path = theirs.optional("model_class_path")
-    if class_path and class_path.rpartition(".")[2] != ARCHITECTURE:
+    if class_path and str(class_path).rpartition(".")[2] != ARCHITECTURE:
         raise RetrofitError(f"`model_class_path` {class_path!r} is not supported, only {ARCHITECTURE}.")
     main, every = theirs["token_mixer"], theirs["alt_layer_every"] or 0
     _refuse_unknown_mixer("token_mixer", main, theirs["token_mixer_class_path"], MIXERS)
@@ -605,12 +605,12 @@ def _check_tensors(source: OtherFormat, wanted: dict[str, tuple[int, ...]], spar
     missing = sorted(set(wanted) - set(source.tensors))
     left = sorted(set(source.tensors) - set(wanted) - set(spare))
     problems = [
-        f"{what} {len(names)} tensors: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}"
-        for what, names in (("lacks", missing), ("has no use for", left))
+        f"{what}: {', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}"
+        for what, names in (("missing", missing), ("left over", left))
         if names
     ]
     if problems:
-        raise RetrofitError(f"The model that the source's config describes {'; it '.join(problems)}.")
+        raise RetrofitError(f"The source's tensors are not those that its config asks for; {'; '.join(problems)}.")
     for name, shape in wanted.items():
         if source.tensors[name].shape != shape:
             raise RetrofitError(

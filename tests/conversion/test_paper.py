@@ -151,9 +151,9 @@ def test_rotated_vectors_equal_the_authors(dim, rotary):
     torch.testing.assert_close(rope.inv_freq, golden[f"{tag}.freq"], rtol=1e-6, atol=0)
     cos, sin = rope(golden[f"{tag}.positions"])
     rotated = apply_rotary(golden[f"{tag}.x"][:, order], cos, sin)
-    # Angles in float32: their resolution at the last position.
-    atol = 1e-6 + 1e-6 * float(golden[f"{tag}.positions"].max())
-    torch.testing.assert_close(rotated, golden[f"{tag}.y"][:, order], rtol=0, atol=atol)
+    # Angles are float32: so is their resolution, which grows with the position (measured: half of this).
+    tolerance = 1e-6 + 1.5e-7 * golden[f"{tag}.positions"][:, None]
+    assert ((rotated - golden[f"{tag}.y"][:, order]).abs() <= tolerance).all()
 
 
 @pytest.mark.parametrize("channels", [0, 2, 4, 64, 98])
@@ -204,8 +204,8 @@ def test_counts_that_differ_from_the_authors_are_said(tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda w: w.pop("transformer.h.1.attn.x_q"), "lacks 1 tensors: transformer.h.1.attn.x_q"),
-        (lambda w: w.update(spare=torch.ones(2)), "no use for 1 tensors: spare"),
+        (lambda w: w.pop("transformer.h.1.attn.x_q"), r"missing: transformer\.h\.1\.attn\.x_q\."),
+        (lambda w: w.update(spare=torch.ones(2)), r"left over: spare\."),
         (
             lambda w: w.update({"transformer.h.0.mlp.x_k": torch.ones(32)}),
             r"transformer.h.0.mlp.x_k.*\(32,\).*\(1, 1, 32\)",

@@ -58,8 +58,8 @@ class Run:
 
 
 def readout_with_the_authors_counts(rule, treatment, state):
-    """Their counter adds one to every row on every update (README of the golden data, section 5, item 1), and there
-    are as many rows as tokens in an update: that is the mean of the true counts."""
+    """Their counter adds one to every row on every update (README of the golden data), and there are as many rows as
+    tokens in an update: that is the mean of the true counts."""
     return readout(rule, treatment, state._replace(count=state.count.mean(2, keepdim=True)))
 
 
@@ -238,8 +238,8 @@ def test_values_without_radius_are_divided_by_the_tokens_in_their_row(imported):
 
 @pytest.mark.parametrize("prefill", [1, 5, 8])
 def test_a_gated_first_chunk_is_gated_however_it_arrives(imported, prefill):
-    """`kvm_init_gate`: the authors' code leaves out the gate of tokens of the first chunk that come one by one (README,
-    section 5, item 2: logits then differ by up to 0.8). Here no way of feeding changes anything."""
+    """`kvm_init_gate`: the authors' code leaves out the gate of tokens of the first chunk that come one by one (README
+    of the golden data; logits then differ by up to 0.8). Here no way of feeding changes anything."""
     model = AutoModelForCausalLM.from_pretrained(imported("kvm_init_gate"), dtype=torch.float64)
     golden, cache = load_file(GOLDEN / "kvm_init_gate" / "io.safetensors"), KVMCache(model.config)
     ids = golden["input_ids"]

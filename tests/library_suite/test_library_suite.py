@@ -13,6 +13,9 @@ from transformers import set_seed
 from transformers_suite import load, registered
 
 from kvm_hf import (
+    GPTAlphaConfig,
+    GPTAlphaForCausalLM,
+    GPTAlphaModel,
     KVMConfig,
     KVMForCausalLM,
     KVMForQuestionAnswering,
@@ -80,33 +83,27 @@ class ModelTester:
     batch_size, seq_length = 4, 13
     hidden_size, num_attention_heads, num_hidden_layers = 32, 4, 2
     is_training = True
-    causal_lm_class = KVMForCausalLM
 
-    def __init__(self, **fields):
-        self.fields = fields
+    def __init__(self, config_class, causal_lm_class, **fields):
+        self.config_class, self.causal_lm_class, self.fields = config_class, causal_lm_class, fields
 
-    def get_config(self) -> KVMConfig:
-        """Chunks so small that the state is full, and merges, at the lengths of the suite; weights so large that it
-        moves the outputs."""
+    def get_config(self) -> KVMConfig | GPTAlphaConfig:
+        """Chunks so small that the state is full, and merges, at the lengths of the suite."""
         small = dict(
             vocab_size=99,
             hidden_size=self.hidden_size,
-            intermediate_size=37,
             num_hidden_layers=self.num_hidden_layers,
             num_attention_heads=self.num_attention_heads,
-            num_key_value_heads=2,
             max_position_embeddings=64,
-            rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
-            initializer_range=0.2,
             pad_token_id=0,
             chunk_size=2,
             num_window_chunks=2,
             state_budget="fixed",
             state_size=4,
         )
-        return KVMConfig(**{**small, **self.fields})
+        return self.config_class(**{**small, **self.fields})
 
-    def prepare_config_and_inputs_for_common(self) -> tuple[KVMConfig, dict[str, torch.Tensor]]:
+    def prepare_config_and_inputs_for_common(self) -> tuple[KVMConfig | GPTAlphaConfig, dict[str, torch.Tensor]]:
         config = self.get_config()
         ids = torch.randint(3, config.vocab_size, (self.batch_size, self.seq_length))
         lengths = torch.tensor([self.seq_length - 2, self.seq_length, 7, 3])
@@ -117,6 +114,7 @@ class ModelTester:
 class LibrarySuite(common.ModelTesterMixin, training.TrainingTesterMixin):
     """The suite on a model whose config has these `fields`."""
 
+    config_class, classes = KVMConfig, CLASSES
     fields = {}
     all_model_classes = (KVMModel, KVMForCausalLM)
     # The suite asks this only of models from 2023 on, which it knows by the copyright line of their config.
@@ -128,15 +126,16 @@ class LibrarySuite(common.ModelTesterMixin, training.TrainingTesterMixin):
     @classmethod
     def setUpClass(cls):
         super().setUpClass()
-        cls.enterClassContext(registered(KVMConfig.model_type, CLASSES))
+        cls.enterClassContext(registered(cls.config_class.model_type, cls.classes))
 
     def setUp(self):
         set_seed(0)
         common.global_rng.seed(0)
-        self.model_tester = ModelTester(**self.fields)
+        causal_lm_class = self.classes["MODEL_FOR_CAUSAL_LM"]
+        self.model_tester = ModelTester(self.config_class, causal_lm_class, **self.fields)
 
     def test_config(self):
-        configuration.ConfigTester(self, KVMConfig, hidden_size=32, num_attention_heads=4).run_common_tests()
+        configuration.ConfigTester(self, self.config_class, hidden_size=32, num_attention_heads=4).run_common_tests()
 
     def test_bc_torch_dtype(self):
         self.subTest = no_subtest  # or there are thousands, one for every parameter and dtype
@@ -158,9 +157,19 @@ for name, (reason, words) in NOT_APPLICABLE.items():
     setattr(LibrarySuite, name, ends_in_error(name, reason, words))
 
 
+# Weights so large that the state moves the outputs.
+LLAMA = {
+    "intermediate_size": 37,
+    "num_key_value_heads": 2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
+    "initializer_range": 0.2,
+}
+
+
 class KVMLayersTest(LibrarySuite, TestCase):
     """All classes, with a state of the positional treatment."""
 
+    fields = LLAMA
     all_model_classes = tuple(CLASSES.values())
 
 
@@ -170,7 +179,7 @@ class KVMLayersTest(LibrarySuite, TestCase):
 class KVMAndFullLayersTest(LibrarySuite, TestCase):
     """The normalized treatment, whose gates merge by weight, and every parameter that a Llama may have."""
 
-    fields = {
+    fields = LLAMA | {
         "layer_types": ["kvm_attention", "full_attention"],
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
         "attention_bias": True,
@@ -182,7 +191,7 @@ class KVMAndFullLayersTest(LibrarySuite, TestCase):
 class SlidingAndKVMLayersTest(LibrarySuite, TestCase):
     """A state that grows, without sinks, in a layer without RoPE."""
 
-    fields = {
+    fields = LLAMA | {
         "layer_types": ["sliding_attention", "kvm_attention"],
         "sliding_window": 3,
         "no_rope_layers": [1, 0],
@@ -191,3 +200,24 @@ class SlidingAndKVMLayersTest(LibrarySuite, TestCase):
         "state_size": 2,
         "num_sink_tokens": 0,
     }
+
+
+class GPTAlphaTest(LibrarySuite, TestCase):
+    """The paper's backbone, whose branches start at zero: its own initial values."""
+
+    config_class = GPTAlphaConfig
+    classes = {"MODEL": GPTAlphaModel, "MODEL_FOR_CAUSAL_LM": GPTAlphaForCausalLM}
+    all_model_classes = tuple(classes.values())
+    fields = {
+        "layer_types": ["kvm_attention", "block_sliding_attention"],
+        "block_lambdas": True,
+        "skip_connections": True,
+    }
+
+
+PLAIN_ROPE = "The paper's backbone has plain RoPE; other types are refused."
+for kind, name in (
+    ("linear", "test_model_rope_scaling_from_config_0_linear"),
+    ("yarn", "test_model_rope_scaling_from_config_2_yarn"),
+):
+    setattr(GPTAlphaTest, name, ends_in_error(name, PLAIN_ROPE, f"RoPE type '{kind}' is not supported here"))

@@ -8,7 +8,7 @@ import textwrap
 
 import pytest
 import torch
-from small_models import generate, make_model, random_ids
+from small_models import GPTALPHA, MIXED, generate, make_model, random_ids
 from transformers import AutoModelForCausalLM
 
 from conversion import RetrofitOptions, convert
@@ -43,22 +43,23 @@ def in_fresh_process(script: str, modules_cache, **environment) -> dict:
     return json.loads(result.stdout.strip().splitlines()[-1])
 
 
+def save(folder, **fields):
+    """A small model in `folder / "model"`; the folder, ids, and the tokens that it generates from them."""
+    model = make_model(dtype=torch.float32, **fields)
+    model.save_pretrained(folder / "model")
+    ids = random_ids(model, 30)
+    (folder / "cache").mkdir()
+    return folder, ids, generate(model, ids, 20).tolist()
+
+
 @pytest.fixture
 def saved(tmp_path):
-    model = make_model(
-        dtype=torch.float32,
-        num_hidden_layers=3,
-        layer_types=["kvm_attention", "sliding_attention", "full_attention"],
-        sliding_window=5,
-    )
-    model.save_pretrained(tmp_path / "model")
-    ids = random_ids(model, 30)
-    (tmp_path / "cache").mkdir()
-    return tmp_path, ids, generate(model, ids, 20).tolist()
+    return save(tmp_path, **MIXED)
 
 
-def test_a_folder_loads_generates_saves_and_loads_again_without_our_packages(saved):
-    folder, ids, expected = saved
+@pytest.mark.parametrize("fields", [MIXED, GPTALPHA], ids=["llama", "gptalpha"])
+def test_a_folder_loads_generates_saves_and_loads_again_without_our_packages(tmp_path, fields):
+    folder, ids, expected = save(tmp_path, **fields)
     script = """
     model = AutoModelForCausalLM.from_pretrained({source!r}, trust_remote_code=True)
     ids = torch.tensor({ids})
