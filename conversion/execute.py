@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from huggingface_hub import HfApi
 from safetensors import SafetensorError
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 
 from kvm_hf import KVMForCausalLM
@@ -52,17 +53,17 @@ def convert(
         RetrofitError: before long work if the source, the options, the target, the disk or the hub login will not do.
     """
     target = Path(target).resolve()
-    _check_target(target)
+    check_target(target)
     api = _hub_login(push_to_hub) if push_to_hub and not dry_run else None
     work = target.with_name(target.name + ".incomplete")
-    _check_work(work)
+    check_work(work)
     try:
         with open_source(source, work, check=lambda config: target_config(config, options)) as opened:
             plan = make_plan(opened, options)
             on_plan(plan)
             if dry_run:
                 return plan
-            _check_space(work, plan)
+            check_space(work, plan)
             _write_folder(plan, work, command or _python_call(source, target, options), on_bytes)
         if target.exists():
             target.rmdir()
@@ -95,19 +96,19 @@ def _write_folder(plan: RetrofitPlan, work: Path, command: str, on_bytes) -> Non
         if (work / name).is_file():
             on_bytes(sum(tensor.nbytes for tensor in tensors))  # written by the run that was interrupted
         else:
-            _write_shard(plan, work / name, tensors, on_bytes)
+            write_shard(plan, work / name, tensors, on_bytes)
 
     for path in plan.source.kept_files:
         kept = work / path.relative_to(plan.source.folder)
         kept.parent.mkdir(exist_ok=True)
         shutil.copyfile(path, kept)
-    _write_code_and_config(plan, work)
+    write_code_and_config(KVMForCausalLM, plan.config, work)
     write_card(plan, work, command)
     if len(plan.shards) > 1:
-        _write_index(plan, work)
+        write_index(plan, work)
 
 
-def _write_shard(plan: RetrofitPlan, path: Path, tensors: list[TargetTensor], on_bytes) -> None:
+def write_shard(plan: RetrofitPlan, path: Path, tensors: list[TargetTensor], on_bytes) -> None:
     """Streams one safetensors file: its header follows from the plan, so no more than one tensor is in memory."""
     header, offset = {"__metadata__": {"format": "pt"}}, 0
     for tensor in tensors:
@@ -148,7 +149,7 @@ def _make_tensor(plan: RetrofitPlan, tensor: TargetTensor) -> torch.Tensor:
     return made
 
 
-def _write_index(plan: RetrofitPlan, work: Path) -> None:
+def write_index(plan: RetrofitPlan, work: Path) -> None:
     index = {
         "metadata": {"total_size": plan.nbytes},
         "weight_map": {tensor.name: name for name, shard in plan.shards.items() for tensor in shard},
@@ -159,31 +160,31 @@ def _write_index(plan: RetrofitPlan, work: Path) -> None:
     os.replace(partial, path)
 
 
-def _write_code_and_config(plan: RetrofitPlan, work: Path) -> None:
-    config = plan.config
+def write_code_and_config(model_class: type[PreTrainedModel], config: PreTrainedConfig, work: Path) -> None:
+    """The code that the folder carries, and the config that names it."""
     with torch.device("meta"):
-        model = KVMForCausalLM(config)
+        model = model_class(config)
     custom_object_save(model, work, config=config)
-    config.auto_map = dict(KVMForCausalLM.AUTO_MAP)
-    config.architectures = ["KVMForCausalLM"]
+    config.auto_map = dict(model_class.AUTO_MAP)
+    config.architectures = [model_class.__name__]
     config.save_pretrained(work)
 
 
-def _check_target(target: Path) -> None:
+def check_target(target: Path) -> None:
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise RetrofitError(
             f"The target {target} exists and is not an empty folder. Choose another, or remove it first."
         )
 
 
-def _check_work(work: Path) -> None:
+def check_work(work: Path) -> None:
     if work.exists() and not (work / PLAN_FILE).is_file():
         raise RetrofitError(
             f"{work}, where the work would be done, exists and is not ours. Move it, or choose another target."
         )
 
 
-def _check_space(work: Path, plan: RetrofitPlan) -> None:
+def check_space(work: Path, plan: RetrofitPlan) -> None:
     parent = work.absolute().parent
     while not parent.exists():
         parent = parent.parent

@@ -22,15 +22,23 @@ from pathlib import Path
 
 import torch
 from transformers import PreTrainedConfig
-from transformers.dynamic_module_utils import custom_object_save
 
 from kvm_hf import GPTAlphaConfig, GPTAlphaForCausalLM
 
 from .errors import RetrofitError
-from .execute import DTYPE_NAMES, PLAN_FILE, _check_space, _check_target, _check_work, _write_index, _write_shard
+from .execute import (
+    DTYPE_NAMES,
+    PLAN_FILE,
+    check_space,
+    check_target,
+    check_work,
+    write_code_and_config,
+    write_index,
+    write_shard,
+)
 from .families import Origin
-from .plan import RetrofitOptions, TargetTensor, _into_shards
-from .source import Source, TensorInfo, _read_headers
+from .plan import RetrofitOptions, TargetTensor, into_shards
+from .source import Source, TensorInfo, read_headers
 
 MODEL_TYPE, ARCHITECTURE = "rwkv7backbone", "RWKV7BackboneForCausalLM"
 SHARD_SIZE = RetrofitOptions().shard_size
@@ -477,7 +485,7 @@ def import_paper(
             over, or of another shape. Nothing has been written then.
     """
     source, target = Path(source), Path(target).resolve()
-    _check_target(target)
+    check_target(target)
     file = source / "config.json"
     try:
         config = config_from_paper(_read_json(file))
@@ -501,9 +509,9 @@ def import_paper(
         TargetTensor(parameter.name, parameter.shape, opened.tensors[name].dtype, Origin(name))
         for name, parameter in pairs.items()
     ]
-    plan = PaperPlan(opened, config, _into_shards(tensors, SHARD_SIZE), notes)
+    plan = PaperPlan(opened, config, into_shards(tensors, SHARD_SIZE), notes)
     on_plan(plan)
-    _write_folder(plan, target, lambda work: _write_code_and_config(config, work), on_bytes)
+    _write_folder(plan, target, lambda work: write_code_and_config(GPTAlphaForCausalLM, config, work), on_bytes)
     return plan
 
 
@@ -523,7 +531,7 @@ def export_paper(
             shape. Nothing has been written then.
     """
     source, target = Path(source), Path(target).resolve()
-    _check_target(target)
+    check_target(target)
     model_type = _read_json(source / "config.json").get("model_type")
     if model_type != GPTAlphaConfig.model_type:
         raise RetrofitError(f"The source has `model_type` {model_type!r}; {GPTAlphaConfig.model_type!r} is exported.")
@@ -546,7 +554,7 @@ def export_paper(
     notes = (
         [f"Zeros are written for {', '.join(unused)}, which the authors' code has but does not use."] if unused else []
     )
-    plan = PaperPlan(opened, config, _into_shards(tensors, SHARD_SIZE), notes)
+    plan = PaperPlan(opened, config, into_shards(tensors, SHARD_SIZE), notes)
     on_plan(plan)
     _write_folder(plan, target, lambda work: _write_json(work / "config.json", fields), on_bytes)
     return plan
@@ -571,7 +579,7 @@ def _write_json(file: Path, fields: dict) -> None:
 def _open(folder: Path, config: GPTAlphaConfig) -> OtherFormat:
     """The weights of a folder, safetensors if there are any."""
     if any((folder / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json")):
-        tensors, loaded = _read_headers(folder), None
+        tensors, loaded = read_headers(folder), None
     else:
         files = sorted([*folder.glob("*.pth"), *folder.glob("*.pt"), *folder.glob("pytorch_model.bin")])
         if len(files) != 1:
@@ -620,11 +628,11 @@ def _check_tensors(source: OtherFormat, wanted: dict[str, tuple[int, ...]], spar
 
 def _write_folder(plan: PaperPlan, target: Path, write_config: Callable[[Path], None], on_bytes) -> None:
     work = target.with_name(target.name + ".incomplete")
-    _check_work(work)
+    check_work(work)
     try:
         if work.exists():
             shutil.rmtree(work)  # left by a run that was interrupted
-        _check_space(work, plan)
+        check_space(work, plan)
         # Appears with its marker in it, so that a folder without one is not ours to remove.
         work.parent.mkdir(parents=True, exist_ok=True)
         beginning = Path(tempfile.mkdtemp(dir=work.parent, prefix=f".{work.name}-"))
@@ -633,9 +641,9 @@ def _write_folder(plan: PaperPlan, target: Path, write_config: Callable[[Path], 
         os.rename(beginning, work)
 
         for name, tensors in plan.shards.items():
-            _write_shard(plan, work / name, tensors, on_bytes)
+            write_shard(plan, work / name, tensors, on_bytes)
         if len(plan.shards) > 1:
-            _write_index(plan, work)
+            write_index(plan, work)
         readme = plan.source.folder / "README.md"
         for path in [*plan.source.kept_files, *([readme] if readme.is_file() else [])]:
             kept = work / path.relative_to(plan.source.folder)
@@ -648,12 +656,3 @@ def _write_folder(plan: PaperPlan, target: Path, write_config: Callable[[Path], 
         (target / PLAN_FILE).unlink()  # only now: until it has its name the folder must be known as ours
     except OSError as error:
         raise RetrofitError(f"Writing {work} failed: {error}. Mend that and run the same command again.") from error
-
-
-def _write_code_and_config(config: GPTAlphaConfig, work: Path) -> None:
-    with torch.device("meta"):
-        model = GPTAlphaForCausalLM(config)
-    custom_object_save(model, work, config=config)
-    config.auto_map = dict(GPTAlphaForCausalLM.AUTO_MAP)
-    config.architectures = [GPTAlphaForCausalLM.__name__]
-    config.save_pretrained(work)

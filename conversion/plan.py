@@ -143,7 +143,7 @@ def make_plan(source: Source, options: RetrofitOptions) -> RetrofitPlan:
     config.dtype = _target_dtype(source, options)
     config.tie_word_embeddings = config.tie_word_embeddings and not _has_own_head(source)
     tensors = _target_tensors(source, config, options.dtype == "auto")
-    return RetrofitPlan(source, options, config, _into_shards(tensors, options.shard_size))
+    return RetrofitPlan(source, options, config, into_shards(tensors, options.shard_size))
 
 
 def target_config(source_config: PreTrainedConfig, options: RetrofitOptions) -> KVMConfig:
@@ -337,7 +337,7 @@ def _target_tensors(source: Source, config: KVMConfig, keeps_dtypes: bool) -> li
     return tensors
 
 
-def _into_shards(tensors: list[TargetTensor], shard_size: int) -> dict[str, list[TargetTensor]]:
+def into_shards(tensors: list[TargetTensor], shard_size: int) -> dict[str, list[TargetTensor]]:
     groups, room = [[]], shard_size
     for tensor in tensors:
         if groups[-1] and tensor.nbytes > room:

@@ -88,14 +88,14 @@ def open_source(source: str | Path, workspace: Path, check: Callable[[PreTrained
         workspace.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=workspace.parent, prefix=f".{path.stem}-") as scratch:
             rebuilt = gguf_to_checkpoint(path, Path(scratch) / "checkpoint")
-            yield Source(rebuilt, path.name, _read_config(rebuilt), _read_headers(rebuilt), [path])
+            yield Source(rebuilt, path.name, _read_config(rebuilt), read_headers(rebuilt), [path])
         return
     folder = path if path.is_dir() else _download(str(source), ["config.json"])
     config = _read_config(folder)
     check(config)
     if not path.is_dir():
         folder = _download(str(source), DOWNLOAD_PATTERNS)
-    tensors = _read_headers(folder)
+    tensors = read_headers(folder)
     yield Source(folder, str(source), config, tensors, sorted({info.file for info in tensors.values()}))
 
 
@@ -172,7 +172,7 @@ def _read_gguf_config(path: Path) -> PreTrainedConfig:
     return config
 
 
-def _read_headers(folder: Path) -> dict[str, TensorInfo]:
+def read_headers(folder: Path) -> dict[str, TensorInfo]:
     """Every tensor's place, shape and dtype. Opening a shard checks that it is whole."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():

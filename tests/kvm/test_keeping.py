@@ -34,9 +34,9 @@ def filled(model, batch=2, length=5 * L + 1, make_cache=KVMCache):
 
 
 @torch.no_grad()
-def continued(model, cache, mask, count=2 * L):
+def continued(model, cache, mask, count=2 * L, seed=4):
     """Logits of `count` more tokens, one per call."""
-    ids, outputs = random_ids(model, count, mask.shape[0], seed=4), []
+    ids, outputs = random_ids(model, count, mask.shape[0], seed), []
     for step in range(count):
         mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
         outputs.append(model(ids[:, step : step + 1], attention_mask=mask, past_key_values=cache).logits)
@@ -75,10 +75,10 @@ def test_copies_pickles_and_files_continue_as_the_original_and_leave_it_alone(fi
     cache.save_pretrained(tmp_path)
     others = {
         "copy": copy.deepcopy(cache),
-        "second copy": copy.deepcopy(cache),
         "pickle": pickle.loads(pickle.dumps(cache)),
         "file": KVMCache.from_pretrained(tmp_path, model.config),
     }
+    continued(model, copy.deepcopy(cache), mask, seed=5)  # what one copy goes on with is nothing to the others
     outputs = {name: continued(model, other, mask) for name, other in others.items()}
     assert cache.get_seq_length() == mask.shape[1]
     expected = continued(model, cache, mask)

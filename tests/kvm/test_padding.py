@@ -288,6 +288,21 @@ def test_every_kernel_hides_what_a_sequence_does_not_hold(kernel, count_bias):
             assert (mine - expected).abs().max() <= 1e-4
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_pads_take_nothing_from_tokens(side):
+    """Else a loss that looks at pads would train tokens by them."""
+    model = make_model()
+    sequences = sequences_of(model, [3 * L, 5])
+    ids, mask = padded(sequences, side)
+    other = ids.clone()
+    other[mask == 1] = (other[mask == 1] + 1) % model.config.vocab_size
+    with torch.no_grad():
+        for use_cache in (True, False):
+            one, two = (model(batch, attention_mask=mask, use_cache=use_cache).logits for batch in (ids, other))
+            assert torch.equal(one[mask == 0], two[mask == 0])
+            assert not torch.equal(one[mask == 1], two[mask == 1])
+
+
 # Packed sequences
 
 
