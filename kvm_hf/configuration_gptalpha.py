@@ -7,7 +7,7 @@ part of it.
 from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
 
-from .configuration_kvm import at_least, check_state, one_of
+from .configuration_kvm import at_least, check_layer_types, check_state, default_head_dim, one_of
 
 LAYER_TYPES = ("kvm_attention", "full_attention", "sliding_attention", "block_sliding_attention")
 VALUE_RESIDUALS = ("gated", "linear", "none")
@@ -122,13 +122,7 @@ class GPTAlphaConfig(PreTrainedConfig):
         return cls(**{**SIZES[size], "layer_types": layer_types, **settings, **fields})
 
     def __post_init__(self, **kwargs):
-        if self.head_dim is None:
-            if self.num_attention_heads < 1 or self.hidden_size % self.num_attention_heads:
-                raise ValueError(
-                    f"`hidden_size` {self.hidden_size} is not a multiple of `num_attention_heads` "
-                    f"{self.num_attention_heads}. Give another, or `head_dim`."
-                )
-            self.head_dim = self.hidden_size // self.num_attention_heads
+        self.head_dim = default_head_dim(self) if self.head_dim is None else self.head_dim
         if self.layer_types is None:
             self.layer_types = ["kvm_attention"] * self.num_hidden_layers
         default = {"rope_type": "default", "rope_theta": 10000.0}
@@ -195,18 +189,7 @@ class GPTAlphaConfig(PreTrainedConfig):
             raise ValueError(f"`logit_softcap` must be positive or None, got {self.logit_softcap}.")
 
     def validate_layer_type(self):
-        unknown = sorted(set(self.layer_types) - set(LAYER_TYPES))
-        if unknown:
-            raise ValueError(f"`layer_types` has unknown entries {unknown}; known are {list(LAYER_TYPES)}.")
-        if len(self.layer_types) != self.num_hidden_layers:
-            raise ValueError(
-                f"`layer_types` has {len(self.layer_types)} entries for `num_hidden_layers` {self.num_hidden_layers}."
-            )
-        if "sliding_attention" in self.layer_types and (self.sliding_window is None or self.sliding_window < 2):
-            raise ValueError(
-                f"`sliding_attention` layers need `sliding_window` of 2 or more (transformers' cache cannot hold a "
-                f"window of 1), got {self.sliding_window}."
-            )
+        check_layer_types(self, LAYER_TYPES)
 
     def validate_state(self):
         check_state(self)

@@ -96,13 +96,7 @@ class KVMConfig(PreTrainedConfig):
     count_bias: int | float | None = None
 
     def __post_init__(self, **kwargs):
-        if self.head_dim is None:
-            if self.num_attention_heads < 1 or self.hidden_size % self.num_attention_heads:
-                raise ValueError(
-                    f"`hidden_size` {self.hidden_size} is not a multiple of `num_attention_heads` "
-                    f"{self.num_attention_heads}. Give another, or `head_dim`."
-                )
-            self.head_dim = self.hidden_size // self.num_attention_heads
+        self.head_dim = default_head_dim(self) if self.head_dim is None else self.head_dim
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         if self.layer_types is None:
@@ -169,18 +163,7 @@ class KVMConfig(PreTrainedConfig):
             )
 
     def validate_layer_type(self):
-        unknown = sorted(set(self.layer_types) - set(LAYER_TYPES))
-        if unknown:
-            raise ValueError(f"`layer_types` has unknown entries {unknown}; known are {list(LAYER_TYPES)}.")
-        if len(self.layer_types) != self.num_hidden_layers:
-            raise ValueError(
-                f"`layer_types` has {len(self.layer_types)} entries for `num_hidden_layers` {self.num_hidden_layers}."
-            )
-        if "sliding_attention" in self.layer_types and (self.sliding_window is None or self.sliding_window < 2):
-            raise ValueError(
-                f"`sliding_attention` layers need `sliding_window` of 2 or more (transformers' cache cannot hold a "
-                f"window of 1), got {self.sliding_window}."
-            )
+        check_layer_types(self, LAYER_TYPES)
 
     def validate_window(self):
         if "kvm_attention" in self.layer_types and self.window_size > self.max_position_embeddings:
@@ -205,6 +188,31 @@ class KVMConfig(PreTrainedConfig):
                 f"`state_treatment` 'positional' and a `count_bias` weigh a token by one gate: `gate_keys` "
                 f"{self.gate_keys} and `gate_values` {self.gate_values} must be equal."
             )
+
+
+def default_head_dim(config) -> int:
+    if config.num_attention_heads < 1 or config.hidden_size % config.num_attention_heads:
+        raise ValueError(
+            f"`hidden_size` {config.hidden_size} is not a multiple of `num_attention_heads` "
+            f"{config.num_attention_heads}. Give another, or `head_dim`."
+        )
+    return config.hidden_size // config.num_attention_heads
+
+
+def check_layer_types(config, known):
+    """One known type for each layer, and a window for those that slide."""
+    unknown = sorted(set(config.layer_types) - set(known))
+    if unknown:
+        raise ValueError(f"`layer_types` has unknown entries {unknown}; known are {list(known)}.")
+    if len(config.layer_types) != config.num_hidden_layers:
+        raise ValueError(
+            f"`layer_types` has {len(config.layer_types)} entries for `num_hidden_layers` {config.num_hidden_layers}."
+        )
+    if "sliding_attention" in config.layer_types and (config.sliding_window is None or config.sliding_window < 2):
+        raise ValueError(
+            f"`sliding_attention` layers need `sliding_window` of 2 or more (transformers' cache cannot hold a window of "
+            f"1), got {config.sliding_window}."
+        )
 
 
 def check_state(config):

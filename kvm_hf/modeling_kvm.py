@@ -424,9 +424,7 @@ class KVMPreTrainedModel(PreTrainedModel):
         elif others.get("seq_idx") is not None and position_ids is None:
             raise ValueError("`seq_idx` alone does not say where packed sequences begin: give `position_ids` too.")
         elif position_ids is not None and lengths is not None and (length > 1 or set(lengths) != {past}):
-            check_first_positions(
-                position_ids.expand(batch, -1), [0] * batch if padding is None else padding.first, lengths
-            )
+            check_first_positions(position_ids.expand(batch, -1), padding, lengths)
 
         if position_ids is None:
             position_ids = past + packed_positions(sequences[0], device)

@@ -136,13 +136,13 @@ def read_padding(
     )
 
 
-def check_first_positions(position_ids: torch.Tensor, first: list[int], lengths: list[int]) -> None:
-    """Raises ValueError if the positions `[B, T]` of the new tokens, of which each sequence has its `first` in that
-    column, do not go on from the tokens that the cache holds."""
-    column = torch.tensor(first, device=position_ids.device)[:, None]
-    found = position_ids.gather(1, column).squeeze(1).tolist()
-    for number, (position, length) in enumerate(zip(found, lengths)):
-        if position != length:
+def check_first_positions(position_ids: torch.Tensor, padding: Padding | None, lengths: list[int]) -> None:
+    """Raises ValueError if the positions `[B, T]` of new tokens do not go on from the tokens that the cache holds."""
+    first = position_ids[:, :1]
+    if padding is not None:
+        first = take_columns(position_ids, 1, torch.tensor(padding.first, device=position_ids.device)[:, None])
+    for number, (position, length) in enumerate(zip(first.squeeze(1).tolist(), lengths)):
+        if position != length and (padding is None or padding.count[number]):
             raise ValueError(
                 f"`position_ids` of sequence {number} begin at {position}, but it has {length} tokens so far: count each "
                 "sequence's own tokens from 0, padding not included, or leave `position_ids` out."

@@ -479,6 +479,17 @@ def one_row(model):
     return cache
 
 
+def test_positions_of_pads_are_nobodys_business():
+    model = make_model()
+    ids = random_ids(model, 5, batch=2)
+    mask = torch.tensor([[0] * 5, [0, 0, 1, 1, 1]])
+    positions = torch.tensor([[9] * 5, [8, 8, 0, 1, 2]])
+    cache = KVMCache(model.config)
+    with torch.no_grad():
+        model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
+    assert cache.lengths == [0, 3]
+
+
 def test_padding_between_tokens_is_refused_for_sliding_layers():
     model = make_model(**MIXED)
     ids, mask = padded(sequences_of(model, [3, 2 * L]), "right")
