@@ -519,6 +519,8 @@ class KVMCache(DynamicCache):
     """
 
     def __init__(self, config, **kwargs):
+        if not hasattr(config, "num_window_chunks"):
+            raise TypeError(f"`KVMCache` takes the config of a KVM model, `model.config`, got {type(config).__name__}.")
         super().__init__(config=config, **kwargs)
         self.layers += [TokenShiftLayer() for _ in range(getattr(config, "num_token_shifts", 0))]
         self.identity = _identity(config)

@@ -117,7 +117,7 @@ class GPTAlphaConfig(PreTrainedConfig):
         if run not in RUNS or size not in SIZES:
             raise ValueError(f"Runs are {list(RUNS)} and sizes {list(SIZES)}, got {run!r} and {size!r}.")
         pattern, settings = RUNS[run]
-        layers = SIZES[size]["num_hidden_layers"]
+        layers = fields.get("num_hidden_layers", SIZES[size]["num_hidden_layers"])
         layer_types = (pattern * layers)[:layers]
         return cls(**{**SIZES[size], "layer_types": layer_types, **settings, **fields})
 

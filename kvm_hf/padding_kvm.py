@@ -145,7 +145,8 @@ def check_first_positions(position_ids: torch.Tensor, padding: Padding | None, l
         if position != length and (padding is None or padding.count[number]):
             raise ValueError(
                 f"`position_ids` of sequence {number} begin at {position}, but it has {length} tokens so far: count each "
-                "sequence's own tokens from 0, padding not included, or leave `position_ids` out."
+                "sequence's own tokens from 0, padding not included, or leave `position_ids` out. (`generate()` counts them "
+                "itself, which needs prompts that are padded on the left: `tokenizer(..., padding_side='left')`.)"
             )
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from small_models import GPTALPHA, SMALL, generate, make_model, random_ids, run_in_pieces
-from transformers import DynamicCache
+from transformers import DynamicCache, LlamaConfig
 
 import kvm_hf
 from conversion.plan import cache_bytes
@@ -295,6 +295,12 @@ def test_a_cache_whose_last_call_failed_inside_a_layer_is_refused(breaks, monkey
             model(ids[:, 20:], past_key_values=cache)
     with pytest.raises(ValueError, match="failed half-way"):
         model(ids[:, 20:], past_key_values=cache)
+
+
+def test_a_cache_is_made_from_a_kvm_config_only():
+    for wrong in (make_model(), LlamaConfig()):
+        with pytest.raises(TypeError, match="config of a KVM model"):
+            KVMCache(wrong)
 
 
 def test_a_static_cache_is_refused_by_name():

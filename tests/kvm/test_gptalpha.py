@@ -52,6 +52,7 @@ def test_presets_are_the_papers_runs(run, size):
     assert len(config.layer_types) == config.num_hidden_layers
     if "hybrid" in run:
         assert config.layer_types[::2] == ["sliding_attention"] * (config.num_hidden_layers // 2)
+    assert len(GPTAlphaConfig.preset(run, size, num_hidden_layers=5).layer_types) == 5
     with pytest.raises(ValueError, match="Runs are"):
         GPTAlphaConfig.preset("kvm", size)
 

@@ -464,6 +464,14 @@ def test_a_mask_that_does_not_fit_the_cache_is_refused():
         model(token, attention_mask=more, position_ids=positions, past_key_values=cache)  # nothing was lost
 
 
+def test_generating_for_a_right_padded_batch_is_refused():
+    """transformers warns, and takes the next token from a pad and counts on from it."""
+    model = make_model()
+    ids, mask = padded(sequences_of(model, [3, 2 * L]), "right")
+    with pytest.raises(ValueError, match="padded on the left"):
+        model.generate(ids, attention_mask=mask, max_new_tokens=3, do_sample=False, pad_token_id=7)
+
+
 def test_packed_sequences_do_not_fill_a_cache():
     model = make_model()
     ids, positions = packed(sequences_of(model, [9, 11]))
