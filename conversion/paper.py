@@ -600,8 +600,11 @@ def _read_torch_file(file: Path) -> dict[str, torch.Tensor]:
         loaded = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:  # damaged, of an old format, or with objects in it: PyTorch has a class for each
         raise RetrofitError(f"{file} cannot be read: {error}") from error
-    if not isinstance(loaded, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in loaded.values()):
-        raise RetrofitError(f"{file} does not hold a state dict (names and tensors, nothing else).")
+    if not isinstance(loaded, dict) or not all(
+        isinstance(name, str) and isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided
+        for name, tensor in loaded.items()
+    ):
+        raise RetrofitError(f"{file} does not hold a state dict (names and dense tensors, nothing else).")
     for name, tensor in loaded.items():
         if tensor.dtype not in DTYPE_NAMES:
             raise RetrofitError(f"Tensor {name} in {file} is stored as {tensor.dtype}; dequantize the model first.")

@@ -55,13 +55,13 @@ class Source:
     @property
     def kept_files(self) -> list[Path]:
         """Tokenizer, chat template, generation config, licence: everything but weights, code and config."""
-        paths = [path for path in sorted(self.folder.iterdir()) if path.is_file()]
+        paths = sorted(self.folder.iterdir())
         templates = self.folder / "additional_chat_templates"
         paths += sorted(templates.iterdir()) if templates.is_dir() else []
         return [
             path
             for path in paths
-            if not path.name.endswith((*WEIGHT_SUFFIXES, ".py")) and path.name not in REPLACED_FILES
+            if path.is_file() and not path.name.endswith((*WEIGHT_SUFFIXES, ".py")) and path.name not in REPLACED_FILES
         ]
 
     def read(self, name: str, start: int | None = None, stop: int | None = None) -> torch.Tensor:
@@ -178,9 +178,9 @@ def read_headers(folder: Path) -> dict[str, TensorInfo]:
     if index.is_file():
         try:
             listed = json.loads(index.read_text())["weight_map"]
-        except (ValueError, KeyError) as error:
+            files = sorted({folder / name for name in listed.values()})
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise RetrofitError(f"{index} is damaged ({error!r}). Fetch it again.") from error
-        files = sorted({folder / name for name in listed.values()})
     else:
         listed = None
         files = [folder / "model.safetensors"]

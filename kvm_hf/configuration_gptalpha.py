@@ -4,6 +4,8 @@ Source: Goldstein & Cheah, Key-Value Means, arXiv 2605.09877; our specification,
 part of it.
 """
 
+import math
+
 from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
 
@@ -175,6 +177,8 @@ class GPTAlphaConfig(PreTrainedConfig):
             rope, channels = self.rope_of(layer_type), self.rotary_channels_of(layer_type)
             if rope.get("rope_type") != "default":
                 raise ValueError(f"RoPE type {rope.get('rope_type')!r} is not supported here, only 'default'.")
+            if not 0 < rope["rope_theta"] < math.inf:
+                raise ValueError(f"`rope_theta` must be a positive number, got {rope['rope_theta']}.")
             if channels % 2 or not 0 <= channels <= self.head_dim:
                 raise ValueError(
                     f"RoPE turns pairs of channels, but `head_dim` {self.head_dim} with `partial_rotary_factor` "
@@ -185,6 +189,10 @@ class GPTAlphaConfig(PreTrainedConfig):
             raise ValueError(
                 f"`skip_connections` pair the blocks of two halves, but `num_hidden_layers` is {self.num_hidden_layers}."
             )
+        if not 0 < abs(self.residual_scale) < math.inf:
+            raise ValueError(f"`residual_scale` must be a number other than 0, got {self.residual_scale}.")
+        if self.pad_token_id is not None and not 0 <= self.pad_token_id < self.vocab_size:
+            raise ValueError(f"`pad_token_id` {self.pad_token_id} is not one of `vocab_size` {self.vocab_size} ids.")
         if self.logit_softcap is not None and self.logit_softcap <= 0:
             raise ValueError(f"`logit_softcap` must be positive or None, got {self.logit_softcap}.")
 

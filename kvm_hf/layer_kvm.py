@@ -115,8 +115,8 @@ class SequencesLayer(CacheLayerMixin):
         below = self.seen + tokens_to_remove < self.earliest
         if tokens_to_remove and (below or not self.can_crop(-tokens_to_remove)):
             raise ValueError(
-                f"The cache cannot drop its last {-tokens_to_remove} tokens: it has merged or dropped older ones, and the "
-                "past was not recorded (that far). Call `cache.activate_past_recording()` before adding tokens that may "
+                f"The cache cannot drop its last {-tokens_to_remove} tokens: what it held before them is merged or gone, and "
+                "the past was not recorded (that far). Call `cache.activate_past_recording()` before adding tokens that may "
                 f"be dropped (at least {RECORDED_TOKENS} of them can be, if they are not padded), or `copy.deepcopy` the "
                 "cache beforehand."
             )

@@ -175,8 +175,8 @@ class GPTAlphaPreTrainedModel(KVMPreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module):
         """Initial values of the paper's backbone: orthogonal matrices, output projections zero, and the schedules of
-        RWKV-7 over depth and channels for token shift and value residual. What is not known of the paper's own run (the
-        scale of embeddings and head) is as in RWKV-7."""
+        RWKV-7 over depth and channels for token shift and value residual. The scales of embeddings and head are ours: they
+        are not known of the paper's own run."""
         super()._init_weights(module)
         if isinstance(module, GPTAlphaDecoderLayer):
             self._init_layer(module)
@@ -185,6 +185,8 @@ class GPTAlphaPreTrainedModel(KVMPreTrainedModel):
             init.zeros_(module.bias)
         elif isinstance(module, nn.Embedding):
             init.uniform_(module.weight, -1e-4, 1e-4)  # a LayerNorm follows
+            if module.padding_idx is not None and not getattr(module.weight, "_is_hf_initialized", False):
+                init.zeros_(module.weight[module.padding_idx])
         elif isinstance(module, GPTAlphaModel) and self.config.skip_connections:
             init.ones_(module.skip_weights)
         elif isinstance(module, GPTAlphaForCausalLM):
@@ -217,7 +219,11 @@ class GPTAlphaPreTrainedModel(KVMPreTrainedModel):
     def _resolve_cache(self, *args) -> Cache | None:
         """A cache that transformers made lacks the layers for token shift."""
         cache = super()._resolve_cache(*args)
-        if cache is not None and len(cache.layers) == self.config.num_hidden_layers:
+        if cache is not None and self._num_token_shifts and len(cache.layers) == self.config.num_hidden_layers:
+            if cache.get_seq_length():
+                raise ValueError(
+                    f"The cache ({type(cache).__name__}) was filled by a model without token shift. Use a new one."
+                )
             # Full attention can always be cropped and so is never told to record.
             flags = [layer.record_past for layer in cache.layers if hasattr(layer, "record_past")]
             cache.layers += [TokenShiftLayer() for _ in range(self._num_token_shifts)]
@@ -287,7 +293,8 @@ class GPTAlphaModel(GPTAlphaPreTrainedModel):
         half, outputs = len(self.layers) // 2, []
         for index, (layer, kind) in enumerate(zip(self.layers, types)):
             if self.config.skip_connections and index >= half:
-                hidden = hidden + self.skip_weights[index - half] * outputs.pop()
+                skipped = outputs.pop().to(hidden.device)
+                hidden = hidden + self.skip_weights[index - half].to(hidden.device) * skipped
             hidden = layer(
                 hidden,
                 embeds,

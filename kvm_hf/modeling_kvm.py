@@ -404,7 +404,7 @@ class KVMPreTrainedModel(PreTrainedModel):
                 f"`position_ids` has shape {tuple(position_ids.shape)}, expected (1 or {batch}, {length}) here."
             )
 
-        lengths = self._lengths(cache, batch)
+        lengths = self._lengths(cache, attention_mask, (batch, past))
         sliding = "sliding_attention" in self.config.layer_types
         padding = read_padding(attention_mask, batch, past, length, lengths, sliding)
         device, borders = inputs_embeds.device, others.get("cu_seq_lens_q")
@@ -423,14 +423,14 @@ class KVMPreTrainedModel(PreTrainedModel):
             cache = None
         elif others.get("seq_idx") is not None and position_ids is None:
             raise ValueError("`seq_idx` alone does not say where packed sequences begin: give `position_ids` too.")
-        elif position_ids is not None and lengths is not None and (length > 1 or set(lengths) != {past}):
+        elif position_ids is not None and (length > 1 or set(lengths) != {past}):
             check_first_positions(position_ids.expand(batch, -1), padding, lengths)
 
         if position_ids is None:
             position_ids = past + packed_positions(sequences[0], device)
-            if padding is not None and lengths is not None:
+            if padding is not None:
                 position_ids = padding.positions(lengths, device)
-            elif lengths is not None and set(lengths) != {past}:
+            elif set(lengths) != {past}:
                 position_ids = position_ids - past + torch.tensor(lengths, device=device)[:, None]
         if padding is not None:
             position_ids = position_ids.expand(batch, -1)
@@ -439,7 +439,7 @@ class KVMPreTrainedModel(PreTrainedModel):
         masks = dict.fromkeys(KVM_LAYER_TYPES)
         make_mask = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
         # A mask of ones says nothing, and would hide packed sequences from transformers.
-        dense = packed or (padding is None and lengths is not None and set(lengths) == {past})
+        dense = packed or (padding is None and set(lengths) == {past})
         for layer_type in set(self.config.layer_types) - set(masks):
             masks[layer_type] = make_mask[layer_type](
                 self.config,
@@ -450,13 +450,15 @@ class KVMPreTrainedModel(PreTrainedModel):
             )
         return KVMInputs(inputs_embeds, cache, position_ids, padding, sequences, masks)
 
-    def _lengths(self, cache: Cache | None, batch: int) -> list[int] | None:
-        """Tokens that the cache holds of each sequence; None if the model has no layers that count them."""
-        ours = [index for index, kind in enumerate(self.config.layer_types) if kind in KVM_LAYER_TYPES]
-        if not ours:
-            return None
-        held = [] if cache is None else cache.layers[ours[0]].lengths
-        return held or [0] * batch
+    def _lengths(self, cache: Cache | None, attention_mask, shape: tuple[int, int]) -> list[int]:
+        """Tokens that the cache holds of each sequence: as its layers counted them, or else as the mask does."""
+        batch, past = shape
+        counted = next((layer.lengths for layer in getattr(cache, "layers", ()) if hasattr(layer, "lengths")), None)
+        if counted is not None:
+            return counted or [0] * batch
+        if past and getattr(attention_mask, "ndim", 0) == 2 and attention_mask.shape[0] == batch:
+            return (attention_mask[:, :past] == 1).sum(-1).tolist()
+        return [past] * batch
 
     def _resolve_cache(self, cache, past_key_values, use_cache) -> Cache | None:
         """The one cache to use, whatever it was called; a new one if asked for."""

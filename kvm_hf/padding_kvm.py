@@ -60,25 +60,25 @@ def take_columns(tensor: torch.Tensor, dim: int, index: torch.Tensor) -> torch.T
 
 
 def read_padding(
-    attention_mask: torch.Tensor | None, batch: int, past: int, columns: int, lengths: list[int] | None, sliding: bool
+    attention_mask: torch.Tensor | None, batch: int, past: int, columns: int, lengths: list[int], sliding: bool
 ) -> Padding | None:
     """What a 2D `attention_mask` `[B, past + columns]` says of the new columns; None if all of them are tokens.
 
     Args:
-        lengths: tokens that the cache holds of each sequence, None if it does not count them (no KVM layers).
+        lengths: tokens that the cache holds of each sequence.
         sliding: whether the model has sliding-attention layers, which count their window in columns.
 
     Raises:
         ValueError: the mask is not 2D or not of 0 and 1, has another shape, is neither left nor right padding, or does
             not say of the past what the cache holds.
     """
-    if lengths is not None and len(lengths) != batch:
+    if len(lengths) != batch:
         raise ValueError(
             f"The cache holds {len(lengths)} sequences, the input has {batch}. Use a new cache, or "
             "`cache.batch_repeat_interleave` / `cache.batch_select_indices` to change its rows."
         )
     if attention_mask is None:
-        if lengths is not None and any(length != past for length in lengths):
+        if any(length != past for length in lengths):
             raise ValueError(
                 "The cache holds padded sequences: give the `attention_mask` of all tokens so far, of shape "
                 f"({batch}, {past + columns})."
@@ -117,7 +117,7 @@ def read_padding(
                 f"`attention_mask` of sequence {number} is neither left nor right padding: its tokens must be one run "
                 "at the beginning or the end of the new columns."
             )
-        if lengths and before != lengths[number]:
+        if before != lengths[number]:
             raise ValueError(
                 f"`attention_mask` counts {before} tokens of sequence {number} before this call, the cache holds "
                 f"{lengths[number]}. Give the mask of all tokens so far, padding included."

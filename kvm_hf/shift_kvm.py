@@ -45,6 +45,13 @@ class TokenShiftLayer(SequencesLayer):
         """
         if not self.is_initialized:
             self.lazy_initialization(features, None)
+        if self.lengths and len(self.lengths) != features.shape[0]:
+            raise ValueError(f"The cache holds {len(self.lengths)} sequences, the input has {features.shape[0]}.")
+        if self.tail is not None and self.tail.shape[2] != features.shape[2]:
+            raise ValueError(
+                f"The cache belongs to another model: it holds token shifts of {self.tail.shape[2]} features, this model's "
+                f"have {features.shape[2]}."
+            )
         self.follow(features)
         batch, columns, _ = features.shape
         start = features if starts_from_itself else torch.zeros_like(features[:, :1])
@@ -62,7 +69,7 @@ class TokenShiftLayer(SequencesLayer):
         kept = RECORDED_TOKENS + 1 if self.record_past else 1
         tail = features if self.tail is None else torch.cat([self.tail, features], dim=1)
         if padding is None:
-            self.tail = tail[:, -kept:]
+            self.tail = tail[:, -kept:].clone()  # a view would keep the whole prompt
         else:
             # The last tokens of each sequence: of this call, and before them those that were held.
             held = 0 if self.tail is None else self.tail.shape[1]
@@ -102,7 +109,7 @@ class TokenShiftLayer(SequencesLayer):
         tokens = -operator.index(tokens_to_remove)
         if self.tail is not None:
             left = self.tail.shape[1] - tokens
-            self.tail = self.tail[:, left - 1 : left] if left > 0 else None
+            self.tail = self.tail[:, left - 1 : left].clone() if left > 0 else None
         self.lengths = [length - tokens for length in self.lengths]
         self.seen -= tokens
         if tokens and self.seen == 0:
@@ -110,7 +117,8 @@ class TokenShiftLayer(SequencesLayer):
 
     def fits(self, config) -> bool:
         """Whether tensors and numbers, read from a file, fit together."""
-        return self.tail.ndim == 3 and self.tail.shape[0] == len(self.lengths)
+        widths = (3 * config.num_attention_heads * config.head_dim, config.hidden_size)
+        return self.tail.ndim == 3 and self.tail.shape[0] == len(self.lengths) and self.tail.shape[2] in widths
 
     def load(self, facts: dict, tensors: dict[str, torch.Tensor], config) -> None:
         """Takes what a saved cache says of this layer."""

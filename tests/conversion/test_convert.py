@@ -425,3 +425,11 @@ def test_a_login_that_fails_is_said_before_work(source, tmp_path, monkeypatch):
     with pytest.raises(RetrofitError, match="hf auth login"):
         convert(source, tmp_path / "target", OPTIONS, push_to_hub="me/model")
     assert not (tmp_path / "target").exists()
+
+
+@pytest.mark.parametrize("text", ["[]", "null", "5", '{"weight_map": []}', '{"weight_map": {"a": 5}}', "{"])
+def test_a_damaged_index_is_refused(source, tmp_path, text):
+    (source / "model.safetensors").unlink()
+    (source / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(RetrofitError, match="is damaged"):
+        convert(source, tmp_path / "target", OPTIONS)

@@ -29,6 +29,9 @@ L = 8
         (dict(value_residual="rwkv"), "value_residual"),
         (dict(num_hidden_layers=3, skip_connections=True), "two halves"),
         (dict(logit_softcap=0.0), "logit_softcap"),
+        (dict(residual_scale=0.0), "other than 0"),
+        (dict(pad_token_id=61), "pad_token_id"),
+        (dict(rope_parameters={"rope_theta": -1.0}), "positive number"),
         (dict(ffn_expansion=0.5), "without a channel"),
         (dict(num_sink_tokens=4), "no row to merge into"),
         (dict(state_budget="fixed", state_size=3), "cannot be kept"),
@@ -98,6 +101,49 @@ def test_a_cache_that_transformers_made_gets_its_token_shifts():
         pieces = [model(part, past_key_values=cache).logits for part in ids.split(5, dim=1)]
     assert (torch.cat(pieces, 1) - whole).abs().max() <= 1e-9
     assert len(cache.layers) == len(KVMCache(model.config).layers) == 4 + 8
+
+
+def test_a_cache_that_was_filled_without_token_shift_is_refused():
+    plain = make_model(backbone="gptalpha", token_shift_attention=False, token_shift_mlp=False)
+    cache = KVMCache(plain.config)
+    ids = random_ids(plain, 9)
+    with torch.no_grad():
+        plain(ids, past_key_values=cache)
+        with pytest.raises(ValueError, match="without token shift"):
+            make_model(backbone="gptalpha")(ids, past_key_values=cache)
+        for other, words in (
+            (make_model(backbone="gptalpha", token_shift_mlp=False), "token shifts of 24 features"),
+            (make_model(backbone="gptalpha"), "holds 1 sequences"),
+        ):
+            model = make_model(backbone="gptalpha", token_shift_attention=False) if "features" in words else other
+            cache = KVMCache(model.config)
+            model(ids, past_key_values=cache)
+            with pytest.raises(ValueError, match=words):
+                other(ids if "features" in words else ids.expand(2, -1), past_key_values=cache)
+
+
+def test_token_shift_keeps_a_token_and_not_the_prompt_that_it_ends():
+    model = make_model(**GPTALPHA)
+    cache = KVMCache(model.config)
+    with torch.no_grad():
+        model(random_ids(model, 20 * L), past_key_values=cache)
+    for layer in cache.layers[model.config.num_hidden_layers :]:
+        assert layer.tail.untyped_storage().nbytes() == layer.nbytes == layer.tail.shape[2] * 8
+
+
+@pytest.mark.parametrize("make_cache", [KVMCache, lambda config: DynamicCache(config=config)], ids=["KVM", "Dynamic"])
+@pytest.mark.parametrize("fields", [dict(backbone="gptalpha"), {}], ids=["gptalpha", "llama"])
+def test_rows_of_full_attention_models_count_their_own_tokens_too(fields, make_cache):
+    model = make_model(**fields, layer_types=["full_attention"] * 2)
+    ids, more = random_ids(model, 6, batch=2), random_ids(model, 3, batch=2, seed=1)
+    mask = torch.tensor([[1] * 6, [1, 1, 1, 0, 0, 0]])
+    cache = make_cache(model.config)
+    with torch.no_grad():
+        model(ids, attention_mask=mask, past_key_values=cache)
+        logits = model(more, attention_mask=torch.cat([mask, torch.ones_like(more)], 1), past_key_values=cache).logits
+        for row, length in enumerate((6, 3)):
+            alone = model(torch.cat([ids[row : row + 1, :length], more[row : row + 1]], 1)).logits[0, length:]
+            assert (logits[row] - alone).abs().max() <= 1e-6  # masks of other lengths, RoPE tables in float32
 
 
 def test_saved_models_come_back_with_every_parameter_and_buffer(tmp_path):
