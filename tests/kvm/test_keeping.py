@@ -78,12 +78,29 @@ def test_copies_pickles_and_files_continue_as_the_original_and_leave_it_alone(fi
         "pickle": pickle.loads(pickle.dumps(cache)),
         "file": KVMCache.from_pretrained(tmp_path, model.config),
     }
-    continued(model, copy.deepcopy(cache), mask, seed=5)  # what one copy goes on with is nothing to the others
     outputs = {name: continued(model, other, mask) for name, other in others.items()}
     assert cache.get_seq_length() == mask.shape[1]
     expected = continued(model, cache, mask)
     for name, logits in outputs.items():
         assert torch.equal(logits, expected), name
+
+
+@pytest.mark.parametrize("fields", FIELDS.values(), ids=FIELDS)
+def test_a_copy_and_its_original_go_on_side_by_side(fields):
+    """In turns and with other tokens: neither may write into what the other holds."""
+    model = make_model(**fields)
+    cache, mask = filled(model)
+    caches = [cache, copy.deepcopy(cache)]
+    expected = [continued(model, copy.deepcopy(cache), mask, seed=seed) for seed in (4, 5)]
+    outputs = ([], [])
+    for step in range(2 * L):
+        mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
+        for kept, output, seed in zip(caches, outputs, (4, 5)):
+            token = random_ids(model, 2 * L, 2, seed)[:, step : step + 1]
+            with torch.no_grad():
+                output.append(model(token, attention_mask=mask, past_key_values=kept).logits)
+    for output, logits in zip(outputs, expected):
+        assert torch.equal(torch.cat(output, dim=1), logits)
 
 
 def test_a_cache_made_by_transformers_can_be_copied_too():
