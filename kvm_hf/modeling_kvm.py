@@ -231,7 +231,7 @@ class KVMAttention(KVMDotProductAttention):
     def _window_scale(self) -> torch.Tensor:
         """The window's temperature, `[G, 1, 1]`."""
         window = self.window_temperature[:, None, None]
-        return torch.where(window.abs() < LEAST_TEMPERATURE, torch.full_like(window, LEAST_TEMPERATURE), window)
+        return torch.where(window.abs() < LEAST_TEMPERATURE, LEAST_TEMPERATURE, window)
 
     def _state_scale(self) -> torch.Tensor | float:
         """What the keys of the state are multiplied by, `[G, 1, 1]`."""
