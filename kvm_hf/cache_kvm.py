@@ -271,11 +271,9 @@ class KVMLayer(SequencesLayer):
             )
             pieces.outputs.append(output)
 
-        self.seen += columns
-        if padding is not None:
-            # Columns of a padded call are not tokens of every sequence, so `crop` stops there.
-            self.earliest = self.seen - (counts[0] if padding.even else 0)
-            self.past = self.past if padding.even else []
+        self.took(columns, padding)
+        if padding is not None and not padding.even:
+            self.past = []
         self.unfinished = False
         return pieces.joined(step.queries), None
 
@@ -435,7 +433,8 @@ class KVMLayer(SequencesLayer):
                 f"The cache holds {held[0]} sequences, the input has {batch}. Use a new cache, or "
                 "`cache.batch_repeat_interleave` / `cache.batch_select_indices` to change its rows."
             )
-        if held[1:] != (heads, dim) or self.rule != step.rule:
+        # The fields of the rules, whose classes may be of two copies of this code.
+        if held[1:] != (heads, dim) or vars(self.rule) != vars(step.rule):
             raise ValueError(
                 "The cache belongs to another model: its key/value heads, head dim or KVM settings differ "
                 f"({held[1]} heads of {held[2]}, {self.rule}; this model has {heads} heads of {dim}, {step.rule})."
@@ -528,7 +527,7 @@ class KVMCache(DynamicCache):
     def crop(self, tokens_to_remove: int) -> None:
         tokens_to_remove = operator.index(tokens_to_remove)
         for layer in self.layers:  # before any layer is touched
-            if isinstance(layer, SequencesLayer):
+            if _is_ours(layer):
                 layer.check_crop(tokens_to_remove)
             elif hasattr(layer, "sliding_window"):
                 _check_sliding_crop(layer, tokens_to_remove)
@@ -539,17 +538,15 @@ class KVMCache(DynamicCache):
     def reset(self) -> None:
         super().reset()
         for layer in self.layers:
-            if not isinstance(layer, SequencesLayer):  # older transformers keep the length
+            if not _is_ours(layer):  # older transformers keep the length
                 layer.keys, layer.values, layer.is_initialized = None, None, False
 
     def __deepcopy__(self, memo) -> "KVMCache":
         """Also of a cache that was filled with gradients, where PyTorch refuses to copy tensors."""
         other = copy.copy(self)
-        other.layers = [
-            copy.deepcopy(layer) if isinstance(layer, SequencesLayer) else copy.copy(layer) for layer in self.layers
-        ]
+        other.layers = [copy.deepcopy(layer) if _is_ours(layer) else copy.copy(layer) for layer in self.layers]
         for layer in other.layers:
-            if not isinstance(layer, SequencesLayer) and layer.is_initialized:
+            if not _is_ours(layer) and layer.is_initialized:
                 layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
         return other
 
@@ -575,7 +572,7 @@ class KVMCache(DynamicCache):
         for index, layer in enumerate(self.layers):
             kind = kinds[index] if index < len(kinds) else "token shift"
             in_window = getattr(layer, "fills", [])
-            if not isinstance(layer, SequencesLayer) and layer.is_initialized:
+            if not _is_ours(layer) and layer.is_initialized:
                 in_window = [layer.keys.shape[2]]
             facts = (kind, _span(getattr(layer, "rows", [])), _span(in_window), _nbytes(layer))
             if lines and lines[-1][2] == facts:
@@ -661,7 +658,7 @@ class KVMCache(DynamicCache):
             if any(tensor is None for tensor in held.values()):
                 raise ValueError(damaged.format(f"it lacks tensors of layer {number}"))
             held = {name: tensor.to(device) for name, tensor in held.items()}
-            if held and isinstance(layer, SequencesLayer):
+            if held and _is_ours(layer):
                 layer.load(saved, held, config)
                 if not layer.fits(config):
                     raise ValueError(damaged.format(f"the tensors of layer {number} do not fit together"))
@@ -669,6 +666,12 @@ class KVMCache(DynamicCache):
                 layer.lazy_initialization(held["keys"], held["values"])
                 vars(layer).update(saved | held)
         return cache
+
+
+def _is_ours(layer) -> bool:
+    """Whether it is a `SequencesLayer`, of whichever copy of this code: layer types are registered process-wide, so the
+    layers may come from a folder's code and the cache from the package, or from two folders."""
+    return hasattr(layer, "check_crop")
 
 
 def _identity(config) -> dict:
@@ -693,7 +696,7 @@ def _check_sliding_crop(layer, tokens_to_remove: int) -> None:
 
 
 def _nbytes(layer) -> int:
-    if isinstance(layer, SequencesLayer):
+    if _is_ours(layer):
         return layer.nbytes
     return sum(tensor.nbytes for tensor in (layer.keys, layer.values) if tensor is not None)
 

@@ -1,6 +1,6 @@
 """What every cache layer of ours can do with its sequences: choose, repeat, copy and move them, and refuse a `crop`.
 
-Depends on PyTorch and on transformers' cache protocol.
+Depends on `padding_kvm` and on transformers' cache protocol.
 """
 
 import copy
@@ -10,6 +10,8 @@ from collections.abc import Callable
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
+
+from .padding_kvm import Padding
 
 # How far back `crop` can go at least while the past is recorded. Drafts are far shorter.
 RECORDED_TOKENS = 512
@@ -56,6 +58,12 @@ class SequencesLayer(CacheLayerMixin):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Sizes for the masks of the model's other layers, which may be derived from this one: nothing is dropped."""
         return self.seen + query_length, 0
+
+    def took(self, columns: int, padding: Padding | None) -> None:
+        """Counts a call's columns. Those of a padded call are not tokens of every sequence, so `crop` stops there."""
+        self.seen += columns
+        if padding is not None:
+            self.earliest = self.seen - (padding.count[0] if padding.even else 0)
 
     def __deepcopy__(self, memo):
         """Also of a layer that was filled with gradients, where PyTorch refuses to copy tensors."""

@@ -322,15 +322,14 @@ class KVMInputs(NamedTuple):
     @property
     def begins(self) -> torch.Tensor:
         """`[B or 1, T, 1]`: the columns in which a sequence's tokens of this call begin."""
-        columns, device = self.embeds.shape[1], self.embeds.device
+        columns = torch.arange(self.embeds.shape[1], device=self.embeds.device)
         if self.padding is not None:
-            rows = [[first] for first in self.padding.first]
+            begins = columns == torch.tensor(self.padding.first, device=columns.device)[:, None]
+        elif any(len(row) > 1 for row in self.sequences):
+            begins = (columns == 0) | (self.position_ids == 0)
         else:
-            rows = [[part.start for part in row] for row in self.sequences]
-        begins = torch.zeros(len(rows), columns, dtype=torch.bool)
-        for row, starts in zip(begins, rows):
-            row[starts] = True
-        return begins[..., None].to(device)
+            begins = (columns == 0)[None]
+        return begins[..., None]
 
 
 class KVMPreTrainedModel(PreTrainedModel):
@@ -451,7 +450,8 @@ class KVMPreTrainedModel(PreTrainedModel):
         return KVMInputs(inputs_embeds, cache, position_ids, padding, sequences, masks)
 
     def _lengths(self, cache: Cache | None, attention_mask, shape: tuple[int, int]) -> list[int]:
-        """Tokens that the cache holds of each sequence: as its layers counted them, or else as the mask does."""
+        """Tokens that the cache holds of each sequence: as its layers counted them, or else (transformers' layers alone,
+        which count columns) as the mask does, for which the host waits."""
         batch, past = shape
         counted = next((layer.lengths for layer in getattr(cache, "layers", ()) if hasattr(layer, "lengths")), None)
         if counted is not None:

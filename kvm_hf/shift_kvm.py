@@ -56,23 +56,22 @@ class TokenShiftLayer(SequencesLayer):
         batch, columns, _ = features.shape
         start = features if starts_from_itself else torch.zeros_like(features[:, :1])
         if self.tail is not None:
-            new = torch.tensor([length == 0 for length in self.lengths], device=features.device)[:, None, None]
-            start = (
-                torch.where(new, start, self.tail[:, -1:].to(features.dtype))
-                if 0 in self.lengths
-                else self.tail[:, -1:]
-            )
+            last = self.tail[:, -1:]
+            if 0 in self.lengths:
+                new = torch.tensor([length == 0 for length in self.lengths], device=features.device)[:, None, None]
+                last = torch.where(new, start, last)
+            start = last
         before = torch.cat([features[:, :1], features[:, :-1]], dim=1)
         before = torch.where(begins, start, before)
 
         counts = [columns] * batch if padding is None else list(padding.count)
         kept = RECORDED_TOKENS + 1 if self.record_past else 1
-        tail = features if self.tail is None else torch.cat([self.tail, features], dim=1)
+        held = 0 if self.tail is None or (padding is None and columns >= kept) else self.tail.shape[1]
+        tail = torch.cat([self.tail, features], dim=1) if held else features
         if padding is None:
             self.tail = tail[:, -kept:].clone()  # a view would keep the whole prompt
         else:
             # The last tokens of each sequence: of this call, and before them those that were held.
-            held = 0 if self.tail is None else self.tail.shape[1]
             size = min(kept, held + max(counts)) or 1
             stop = torch.tensor([f + n for f, n in zip(padding.first, counts)], device=features.device)[:, None]
             count = torch.tensor(counts, device=features.device)[:, None]
@@ -80,9 +79,7 @@ class TokenShiftLayer(SequencesLayer):
             source = torch.where(-back <= count, held + stop + back, held + count + back)
             self.tail = take_columns(tail, 1, source.clamp_min(0))
         self.lengths = [length + count for length, count in zip(self.lengths, counts)]
-        self.seen += columns
-        if padding is not None:
-            self.earliest = self.seen - (counts[0] if padding.even else 0)
+        self.took(columns, padding)
         return before, None
 
     def tensors(self) -> dict[str, torch.Tensor]:

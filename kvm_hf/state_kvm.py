@@ -201,9 +201,6 @@ class SinkKeys:
     def memory_keys(self, keys, positions):
         return keys
 
-    def similarity(self, keys, key_sum):
-        raise NotImplementedError("nothing is compared with sinks")
-
     def read(self, state):
         return state.key_sum
 

@@ -1,11 +1,14 @@
 """Where a cache lives and how it is kept: devices, offloading, copies, pickles, files, and what it says of itself."""
 
 import copy
+import importlib
 import json
 import os
 import pickle
 import subprocess
 import sys
+from types import ModuleType
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,7 +17,9 @@ from safetensors.torch import load_file, save_file
 from small_models import GPTALPHA, HALF, MIXED, SMALL, make_model, random_ids, run_in_pieces
 from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, STATIC_LAYER_TYPE_MAPPING
 
+import kvm_hf
 from kvm_hf import KVMCache, KVMConfig, KVMForCausalLM
 
 C, L = 4, 8
@@ -390,6 +395,28 @@ def test_a_loaded_cache_follows_the_models_layers(tmp_path):
         model.to("meta")(torch.zeros(1, C + 1, dtype=torch.long, device="meta"), past_key_values=loaded)
     assert loaded.get_seq_length() == 5 * L + C + 1
     assert {tensor.device.type for layer in loaded.layers for tensor in layer.tensors().values()} == {"meta"}
+
+
+def test_layers_of_another_copy_of_this_code_are_known_as_ours(monkeypatch, tmp_path):
+    """Layer types are registered process-wide: with a folder's code beside the package, the last import wins."""
+    package = ModuleType("kvm_copy")
+    package.__path__ = list(kvm_hf.__path__)
+    monkeypatch.setitem(sys.modules, "kvm_copy", package)
+    with patch.dict(DYNAMIC_LAYER_TYPE_MAPPING), patch.dict(STATIC_LAYER_TYPE_MAPPING):
+        importlib.import_module("kvm_copy.cache_kvm")
+        model = make_model()
+        cache, mask = filled(model)
+        assert type(cache.layers[0]).__module__ == "kvm_copy.cache_kvm"
+        assert cache.nbytes == sum(tensor.nbytes for layer in cache.layers for tensor in layer.tensors().values())
+        cache.save_pretrained(tmp_path)
+        for other in (copy.deepcopy(cache), KVMCache.from_pretrained(tmp_path, model.config)):
+            continued(model, other, mask, seed=5)
+            with pytest.raises(ValueError, match="cannot drop"):
+                other.crop(-2 * L)
+        expected = continued(model, KVMCache.from_pretrained(tmp_path, model.config), mask)
+        assert torch.equal(continued(model, cache, mask), expected)
+    for name in [name for name in sys.modules if name.startswith("kvm_copy.")]:
+        del sys.modules[name]
 
 
 # What it says of itself
