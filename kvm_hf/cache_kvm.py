@@ -8,22 +8,16 @@ afterwards; there is no second path, hence the same result for every split of a 
 Depends on `state_kvm` for the mathematics and on transformers' cache protocol.
 """
 
-import copy
-import json
 import operator
-import os
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from transformers import PreTrainedConfig
-from transformers.cache_utils import DynamicCache, StaticLayer
+from transformers.cache_utils import StaticLayer
 
-from .layer_kvm import RECORDED_TOKENS, SequencesLayer
+from .layer_kvm import RECORDED_TOKENS, SequencesCache, SequencesLayer, is_ours, layer_nbytes
 from .padding_kvm import Padding, take_columns
 from .shift_kvm import TokenShiftLayer
 from .state_kvm import Block, KeyTreatment, State, StateRule, absorb, found, readout
@@ -38,24 +32,6 @@ TENSORS = ("keys", "values", "bias", "gates", "positions")
 LISTS = ("lengths", "fills", "rows")
 # The dimension of a buffer that counts columns.
 DIM = {"keys": 2, "values": 2, "gates": 2, "positions": 1}
-
-
-# A saved cache: its file, the version of its format, and what a layer's file entry says beside its tensors.
-CACHE_FILE = "cache.safetensors"
-FILE_VERSION = 1
-SAVED = ("seen", "lengths", "fills", "rows", "stop", "earliest", "takes_mask", "cumulative_length")
-# Fields of a config that may differ between the model that filled a cache and the one that continues it.
-IRRELEVANT = {
-    "use_cache",
-    "pad_token_id",
-    "bos_token_id",
-    "eos_token_id",
-    "tie_word_embeddings",
-    "attention_dropout",
-    "initializer_range",
-    "max_position_embeddings",
-    "vocab_size",
-}
 
 
 @dataclass
@@ -507,63 +483,25 @@ class BlockSlidingStaticLayer(KVMStaticLayer):
     _layer_type = "block_sliding_attention"
 
 
-class KVMCache(DynamicCache):
+class KVMCache(SequencesCache):
     """The cache of a KVM model: a `KVMLayer` per `kvm_attention` layer, transformers' own layers for the others.
-
-    Works as `DynamicCache(config=model.config)`, which `generate()` makes by itself, and can tell what it holds, and be
-    saved.
 
     Args:
         config: the model's `KVMConfig`.
     """
 
-    def __init__(self, config, **kwargs):
-        if not hasattr(config, "num_window_chunks"):
-            raise TypeError(f"`KVMCache` takes the config of a KVM model, `model.config`, got {type(config).__name__}.")
-        super().__init__(config=config, **kwargs)
-        self.layers += [TokenShiftLayer() for _ in range(getattr(config, "num_token_shifts", 0))]
-        self.identity = _identity(config)
+    FORMAT = "kvm_cache"
+    NEEDS = "num_window_chunks"
+    IRRELEVANT = frozenset()
 
-    def crop(self, tokens_to_remove: int) -> None:
-        tokens_to_remove = operator.index(tokens_to_remove)
-        for layer in self.layers:  # before any layer is touched
-            if _is_ours(layer):
-                layer.check_crop(tokens_to_remove)
-            elif hasattr(layer, "sliding_window"):
-                _check_sliding_crop(layer, tokens_to_remove)
-        super().crop(tokens_to_remove)
-        if tokens_to_remove and self.get_seq_length() == 0:
-            self.reset()
-
-    def reset(self) -> None:
-        super().reset()
-        for layer in self.layers:
-            if not _is_ours(layer):  # older transformers keep the length
-                layer.keys, layer.values, layer.is_initialized = None, None, False
-
-    def __deepcopy__(self, memo) -> "KVMCache":
-        """Also of a cache that was filled with gradients, where PyTorch refuses to copy tensors."""
-        other = copy.copy(self)
-        other.layers = [copy.deepcopy(layer) if _is_ours(layer) else copy.copy(layer) for layer in self.layers]
-        for layer in other.layers:
-            if not _is_ours(layer) and layer.is_initialized:
-                layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
-        return other
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors held, recorded past included, on whatever device."""
-        return sum(_nbytes(layer) for layer in self.layers)
+    @staticmethod
+    def further_layers(config) -> list[TokenShiftLayer]:
+        return [TokenShiftLayer() for _ in range(getattr(config, "num_token_shifts", 0))]
 
     @property
     def rows(self) -> list[list[int]]:
         """State rows that each layer holds of each sequence; an empty list for layers that have no state."""
         return [list(getattr(layer, "rows", [])) for layer in self.layers]
-
-    @property
-    def lengths(self) -> list[int]:
-        """Tokens seen of each sequence, padding not counted; empty before the first token."""
-        return next((list(layer.lengths) for layer in self.layers if hasattr(layer, "lengths")), [])
 
     def summary(self) -> None:
         """Prints a short table: what the layers hold, those that hold the same in one line."""
@@ -572,9 +510,9 @@ class KVMCache(DynamicCache):
         for index, layer in enumerate(self.layers):
             kind = kinds[index] if index < len(kinds) else "token shift"
             in_window = getattr(layer, "fills", [])
-            if not _is_ours(layer) and layer.is_initialized:
+            if not is_ours(layer) and layer.is_initialized:
                 in_window = [layer.keys.shape[2]]
-            facts = (kind, _span(getattr(layer, "rows", [])), _span(in_window), _nbytes(layer))
+            facts = (kind, _span(getattr(layer, "rows", [])), _span(in_window), layer_nbytes(layer))
             if lines and lines[-1][2] == facts:
                 lines[-1][1] = index
             else:
@@ -587,118 +525,6 @@ class KVMCache(DynamicCache):
         for first, last, (kind, rows, kept, size) in lines:
             layers = f"{first}" if first == last else f"{first}-{last}"
             print(f"{layers:>9}  {kind:<20}{rows:>12}{kept:>13}{size / 1024:>12.1f}")
-
-    def save_pretrained(self, save_directory: str | os.PathLike) -> None:
-        """Writes what the cache holds to `cache.safetensors` in a folder, which is made if need be; a file that is
-        there is replaced once the new one is whole. What was recorded for `crop` is not saved.
-
-        Raises:
-            ValueError: a call with the cache failed half-way, so that nobody knows what it holds.
-        """
-        seen = {int(layer.get_seq_length()) for layer in self.layers}
-        if len(seen) > 1 or any(getattr(layer, "unfinished", False) for layer in self.layers):
-            raise ValueError("An earlier call with this cache failed half-way, so it cannot be saved.")
-        layers, tensors = [], {}
-        for number, layer in enumerate(self.layers):
-            facts = {name: getattr(layer, name) for name in SAVED if hasattr(layer, name)}
-            if "cumulative_length" in facts:
-                facts["cumulative_length"] = int(facts["cumulative_length"])
-            held = layer.tensors() if hasattr(layer, "tensors") else {"keys": layer.keys, "values": layer.values}
-            held = {name: tensor for name, tensor in held.items() if tensor is not None}
-            layers.append(facts | {"tensors": sorted(held)})
-            # Beams and views may share storage, which the format does not take.
-            tensors |= {f"{number}.{name}": tensor.detach().clone().contiguous() for name, tensor in held.items()}
-        facts = {"version": FILE_VERSION, "identity": self.identity, "layers": layers}
-        os.makedirs(save_directory, exist_ok=True)
-        path = os.path.join(save_directory, CACHE_FILE)
-        save_file(tensors, path + ".incomplete", metadata={"kvm_cache": json.dumps(facts)})
-        os.replace(path + ".incomplete", path)
-
-    @classmethod
-    def from_pretrained(cls, directory: str | os.PathLike, config, device: str | torch.device = "cpu") -> "KVMCache":
-        """Reads a cache that `save_pretrained` wrote, to continue where it ended.
-
-        Args:
-            config: that of the model that will continue. It must say the same of everything that shapes the cache; the
-                weights are not compared.
-            device: where the tensors go. KVM layers move on from there to the device of the model's layer.
-
-        Raises:
-            FileNotFoundError: there is no `cache.safetensors`.
-            ValueError: the file is damaged, not a cache, of a later version, or of another model.
-        """
-        path = os.path.join(directory, CACHE_FILE)
-        if not os.path.isfile(path):
-            raise FileNotFoundError(f"There is no {CACHE_FILE} in {directory}: `cache.save_pretrained` writes it.")
-        device = torch.device(device)
-        damaged = f"{path} is damaged, perhaps cut short: {{}}. Make the cache anew."
-        try:
-            with safe_open(path, framework="pt") as file:
-                facts = json.loads((file.metadata() or {}).get("kvm_cache", "null"))
-                tensors = {name: file.get_tensor(name) for name in file.keys()}
-        except (SafetensorError, json.JSONDecodeError) as error:
-            raise ValueError(damaged.format(error)) from error
-        if not isinstance(facts, dict) or not {"version", "identity", "layers"} <= facts.keys():
-            raise ValueError(f"{path} was not written by `KVMCache.save_pretrained`.")
-        if facts["version"] != FILE_VERSION:
-            raise ValueError(f"{path} has version {facts['version']!r} of the format; this code reads {FILE_VERSION}.")
-        cache = cls(config)
-        names = cache.identity.keys() | facts["identity"].keys()
-        other = [name for name in sorted(names) if cache.identity.get(name) != facts["identity"].get(name)]
-        if other:
-            name = other[0]
-            raise ValueError(
-                f"{path} is the cache of another model: {', '.join(other)} differ (`{name}` is "
-                f"{facts['identity'].get(name)} there, {cache.identity.get(name)} here)."
-            )
-        if len(facts["layers"]) != len(cache.layers):
-            raise ValueError(damaged.format(f"it has {len(facts['layers'])} layers of {len(cache.layers)}"))
-        for number, (layer, saved) in enumerate(zip(cache.layers, facts["layers"])):
-            held = {name: tensors.get(f"{number}.{name}") for name in saved.pop("tensors")}
-            if any(tensor is None for tensor in held.values()):
-                raise ValueError(damaged.format(f"it lacks tensors of layer {number}"))
-            held = {name: tensor.to(device) for name, tensor in held.items()}
-            if held and _is_ours(layer):
-                layer.load(saved, held, config)
-                if not layer.fits(config):
-                    raise ValueError(damaged.format(f"the tensors of layer {number} do not fit together"))
-            elif held:
-                layer.lazy_initialization(held["keys"], held["values"])
-                vars(layer).update(saved | held)
-        return cache
-
-
-def _is_ours(layer) -> bool:
-    """Whether it is a `SequencesLayer`, of whichever copy of this code: layer types are registered process-wide, so the
-    layers may come from a folder's code and the cache from the package, or from two folders."""
-    return hasattr(layer, "check_crop")
-
-
-def _identity(config) -> dict:
-    """The fields of a config that decide what a cache's tensors mean, as JSON has them."""
-    common = {field.name for field in fields(PreTrainedConfig)}
-    own = [field.name for field in fields(config) if field.name not in common | IRRELEVANT]
-    return json.loads(json.dumps({name: getattr(config, name) for name in own}))
-
-
-def _check_sliding_crop(layer, tokens_to_remove: int) -> None:
-    """Raises before transformers' sliding layer does, or where it would go on without the keys that it needs."""
-    seen, window = int(layer.get_seq_length()), layer.sliding_window
-    left = seen + tokens_to_remove
-    held = layer.keys.shape[2] if layer.is_initialized else 0
-    if tokens_to_remove and (
-        held + tokens_to_remove < min(window - 1, left) or (seen >= window and not layer.record_past)
-    ):
-        raise ValueError(
-            f"The cache cannot drop its last {-tokens_to_remove} tokens: a sliding-attention layer has dropped older ones. "
-            "Call `cache.activate_past_recording()` before adding tokens that may be dropped."
-        )
-
-
-def _nbytes(layer) -> int:
-    if _is_ours(layer):
-        return layer.nbytes
-    return sum(tensor.nbytes for tensor in (layer.keys, layer.values) if tensor is not None)
 
 
 def _span(counts: list[int]) -> str:

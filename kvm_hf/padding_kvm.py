@@ -86,7 +86,7 @@ def read_padding(
         return None
     if getattr(attention_mask, "ndim", None) != 2:
         raise ValueError(
-            "`attention_mask` must be 2D (batch, tokens so far): KVM layers are causal over state and window and "
+            "`attention_mask` must be 2D (batch, tokens so far): the layers are causal within each sequence and "
             "take no other pattern."
         )
     if tuple(attention_mask.shape) != (batch, past + columns):

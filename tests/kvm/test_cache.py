@@ -299,7 +299,7 @@ def test_a_cache_whose_last_call_failed_inside_a_layer_is_refused(breaks, monkey
 
 def test_a_cache_is_made_from_a_kvm_config_only():
     for wrong in (make_model(), LlamaConfig()):
-        with pytest.raises(TypeError, match="config of a KVM model"):
+        with pytest.raises(TypeError, match="takes the config of its kind of model"):
             KVMCache(wrong)
 
 
