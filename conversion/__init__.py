@@ -1,13 +1,16 @@
-"""From checkpoints that people have to KVM models: `retrofit` on the command line, the same functions here."""
+"""From checkpoints that people have to KVM and Maglev models: `retrofit` on the command line, the same functions here."""
 
 from .errors import RetrofitError
-from .execute import convert
+from .execute import convert, make_plan
+from .maglev import MaglevOptions, MaglevPlan
 from .paper import PaperPlan, export_paper, import_paper
-from .plan import RetrofitOptions, RetrofitPlan, make_plan
+from .plan import RetrofitOptions, RetrofitPlan
 from .source import gguf_to_checkpoint
 from .verification import VerifyOptions, verify
 
 __all__ = [
+    "MaglevOptions",
+    "MaglevPlan",
     "PaperPlan",
     "RetrofitError",
     "RetrofitOptions",

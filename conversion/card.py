@@ -5,15 +5,16 @@ from pathlib import Path
 import transformers
 from huggingface_hub import ModelCard, ModelCardData
 
-from .plan import RetrofitPlan, ranges
+from .plan import Plan
 
-CARD = """---
+TOP = """---
 {{ card_data }}
 ---
 
 # {{ title }}
 
-{{ source }} with Key-Value Means (KVM, [arXiv 2605.09877](https://arxiv.org/abs/2605.09877)): {{ converted }} of
+"""
+KVM = """{{ source }} with Key-Value Means (KVM, [arXiv 2605.09877](https://arxiv.org/abs/2605.09877)): {{ converted }} of
 {{ layers }} attention layers ({{ layer_list }}) keep a window of {{ window }} tokens, which moves by {{ chunk }}, and a
 compressed state of {{ budget }} instead of every key and value. The weights are those of the source; **nothing was
 trained**. Within the first {{ window }} tokens the model computes what the source computes; beyond, expect a loss between
@@ -29,7 +30,41 @@ inputs = tokenizer("Once upon a time", return_tensors="pt")
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))
 ```
 
-The code is in this folder. It was written with transformers {{ transformers }}, and needs 5.17 to 5.24.
+"""
+MAGLEV = """{{ source }}, prepared for training as a Maglev model ([arXiv 2608.02870](https://arxiv.org/abs/2608.02870)), and **not
+trained yet**. Until it is, its memory does nothing: the decoder is the source with a sliding window of {{ window }} tokens
+in each of its {{ layers }} layers, and whatever lies further back is lost on it. Within the first {{ window }} tokens it
+computes what the source computes.
+
+Beside the decoder, this folder has what training needs. Prefiller: {{ prefiller }}.
+
+## Train it
+
+`MaglevTrainer` is in the package `kvm-maglev-hf`; transformers' `Trainer` does the same and logs less.
+
+```python
+from maglev_hf import MaglevTrainer
+from transformers import AutoModelForPreTraining, AutoTokenizer, TrainingArguments
+
+path = "{{ title }}"  # this folder
+model = AutoModelForPreTraining.from_pretrained(path, trust_remote_code=True)
+MaglevTrainer(model=model, args=TrainingArguments("training"), train_dataset=dataset).train()  # your input_ids, labels
+```
+
+## Use it
+
+Once trained, `export_decoder` writes what is deployed, without the prefiller, and code to load it with:
+
+```python
+model.export_decoder("deployed")
+AutoTokenizer.from_pretrained(path).save_pretrained("deployed")
+```
+
+`AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True)` reads the decoder of this folder too. Its cache holds
+{{ cache }}, however long the text.
+
+"""
+MADE = """The code is in this folder. It was written with transformers {{ transformers }}, and needs 5.17 to 5.24.
 
 ## How it was made
 
@@ -45,13 +80,21 @@ Bytes per sequence in {{ dtype }}, by the formula of the format.
 
 ## Not measured
 
-Quality on any benchmark. `retrofit verify` measures loss over position, recall and bytes against the source, on your own
+Quality on any benchmark."""
+MEASURE_KVM = """ `retrofit verify` measures loss over position, recall and bytes against the source, on your own
 text; do so before relying on this model.
 """
+MEASURE_MAGLEV = " Evaluate before and after training, and compare with the source on text longer than the window.\n"
+# Tags and template by the target's `model_type`.
+CARDS = {
+    "kvm": (["kvm", "key-value-means", "compressed-kv-cache"], TOP + KVM + MADE + MEASURE_KVM),
+    "maglev": (["maglev", "sliding-recurrent-memory"], TOP + MAGLEV + MADE + MEASURE_MAGLEV),
+}
 
 
-def write_card(plan: RetrofitPlan, folder: Path, command: str) -> None:
+def write_card(plan: Plan, folder: Path, command: str) -> None:
     """Writes README.md. Licence, languages and tags of the source's own card are carried over."""
+    tags, template = CARDS[plan.config.model_type]
     inherited = _source_metadata(plan.source.folder)
     is_hub_id = not Path(plan.source.label).exists() and "/" in plan.source.label
     data = ModelCardData(
@@ -62,20 +105,15 @@ def write_card(plan: RetrofitPlan, folder: Path, command: str) -> None:
         license_name=inherited.get("license_name"),
         license_link=inherited.get("license_link"),
         language=inherited.get("language"),
-        tags=["kvm", "key-value-means", "compressed-kv-cache", *inherited.get("tags", [])],
+        tags=[*tags, *inherited.get("tags", [])],
     )
     label = plan.source.label if is_hub_id else Path(plan.source.label).name
     card = ModelCard.from_template(
         data,
-        template_str=CARD,
+        template_str=template,
         title=folder.name.removesuffix(".incomplete"),
         source=f"[{label}](https://huggingface.co/{label})" if is_hub_id else label,
-        converted=len(plan.converted),
         layers=plan.config.num_hidden_layers,
-        layer_list=ranges(plan.converted),
-        window=plan.config.window_size,
-        chunk=plan.config.chunk_size,
-        budget=plan.budget,
         transformers=transformers.__version__,
         command=command,
         cache_table="\n".join(
@@ -83,6 +121,7 @@ def write_card(plan: RetrofitPlan, folder: Path, command: str) -> None:
             for length, before, after in plan.cache_table
         ),
         dtype=str(plan.dtype).removeprefix("torch."),
+        **plan.card_facts,
     )
     (folder / "README.md").write_text(str(card).rstrip() + "\n", encoding="utf-8")
 

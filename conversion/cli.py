@@ -16,14 +16,25 @@ from tqdm import tqdm
 
 from .errors import RetrofitError
 from .execute import convert
+from .maglev import MaglevOptions
 from .paper import PaperPlan, export_paper, import_paper
-from .plan import DEFAULT_GROWTH, DEFAULT_STATE_SIZE, RetrofitOptions, RetrofitPlan, ranges
+from .plan import DEFAULT_GROWTH, DEFAULT_STATE_SIZE, Options, Plan, RetrofitOptions
 from .verification import VerifyOptions, print_report, verify
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="Make KVM models from models you have.")
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Make KVM and Maglev models from models you have.")
 console = Console(stderr=True)
 DEFAULTS = RetrofitOptions()
+MAGLEV = MaglevOptions()
 VERIFY = VerifyOptions()
+
+# What the conversions have in common.
+Source = Annotated[str, typer.Argument(help="Checkpoint folder, hub id, or GGUF file.")]
+Target = Annotated[Path, typer.Argument(help="Folder to write; must not exist, or be empty.")]
+Dtype = Annotated[str, typer.Option(help="auto (as the source), float32, bfloat16, float16 or float64.")]
+ShardSize = Annotated[float, typer.Option(help="Most gigabytes per weight file.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")]
+PushToHub = Annotated[str | None, typer.Option(help="Hub id to upload the result to.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No plan, no progress bar.")]
 
 
 def _print_version(wanted: bool) -> None:
@@ -38,13 +49,13 @@ def main(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Make KVM models from models you have."""
+    """Make KVM and Maglev models from models you have."""
 
 
 @app.command("to-kvm")
 def to_kvm(
-    source: Annotated[str, typer.Argument(help="Checkpoint folder, hub id, or GGUF file.")],
-    target: Annotated[Path, typer.Argument(help="Folder to write; must not exist, or be empty.")],
+    source: Source,
+    target: Target,
     layers: Annotated[
         str, typer.Option(help="Layers to convert: all, every:N (0, N, 2N, ...), or numbers and ranges like 0,3,8-11.")
     ] = DEFAULTS.layers,
@@ -60,22 +71,89 @@ def to_kvm(
         int, typer.Option(help="Chunks in the window; the window is chunk size times this.")
     ] = DEFAULTS.window_chunks,
     sinks: Annotated[int, typer.Option(help="First tokens that nothing is merged into.")] = DEFAULTS.sinks,
-    dtype: Annotated[
-        str, typer.Option(help="auto (as the source), float32, bfloat16, float16 or float64.")
-    ] = DEFAULTS.dtype,
-    shard_size: Annotated[float, typer.Option(help="Most gigabytes per weight file.")] = DEFAULTS.shard_size / 1e9,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")] = False,
-    push_to_hub: Annotated[str | None, typer.Option(help="Hub id to upload the result to.")] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No plan, no progress bar.")] = False,
+    dtype: Dtype = DEFAULTS.dtype,
+    shard_size: ShardSize = DEFAULTS.shard_size / 1e9,
+    dry_run: DryRun = False,
+    push_to_hub: PushToHub = None,
+    quiet: Quiet = False,
 ) -> None:
     """Turn a Llama-style checkpoint into a KVM model, without training.
 
     Families: Llama, Mistral, Qwen2, Qwen3, SmolLM3, Phi-3. An interrupted run leaves TARGET.incomplete; the same command
     goes on from there.
     """
+    _convert(
+        RetrofitOptions,
+        source,
+        target,
+        shard_size,
+        dry_run,
+        push_to_hub,
+        quiet,
+        layers=layers,
+        budget=budget,
+        growth=growth,
+        state_size=state_size,
+        chunk_size=chunk_size,
+        window_chunks=window_chunks,
+        sinks=sinks,
+        dtype=dtype,
+    )
+
+
+@app.command("to-maglev")
+def to_maglev(
+    source: Source,
+    target: Target,
+    window: Annotated[
+        int, typer.Option(help="Tokens that a query of the decoder sees, itself included.")
+    ] = MAGLEV.window,
+    share_prefiller: Annotated[
+        bool,
+        typer.Option("--share-prefiller", help="The prefiller uses the decoder's weights, and is no frozen copy."),
+    ] = MAGLEV.share_prefiller,
+    consistency_weight: Annotated[
+        float | None, typer.Option(help="In the loss. Default: 1 for a frozen prefiller, 0.1 for a shared one.")
+    ] = MAGLEV.consistency_weight,
+    dtype: Dtype = MAGLEV.dtype,
+    shard_size: ShardSize = MAGLEV.shard_size / 1e9,
+    dry_run: DryRun = False,
+    push_to_hub: PushToHub = None,
+    quiet: Quiet = False,
+) -> None:
+    """Turn a Llama-style checkpoint into a Maglev model to train: until then, the source with a sliding window.
+
+    Families: Llama, Mistral, Qwen2, Phi-3, and SmolLM3 if every layer has RoPE. An interrupted run leaves
+    TARGET.incomplete; the same command goes on from there.
+    """
+    _convert(
+        MaglevOptions,
+        source,
+        target,
+        shard_size,
+        dry_run,
+        push_to_hub,
+        quiet,
+        window=window,
+        share_prefiller=share_prefiller,
+        consistency_weight=consistency_weight,
+        dtype=dtype,
+    )
+
+
+def _convert(
+    options: type[Options],
+    source: str,
+    target: Path,
+    shard_size: float,
+    dry_run: bool,
+    push_to_hub: str | None,
+    quiet: bool,
+    **choices,
+) -> None:
     bar = None
 
-    def on_plan(plan: RetrofitPlan) -> None:
+    def on_plan(plan: Plan) -> None:
         nonlocal bar
         if dry_run or not quiet:
             print_plan(plan, Console() if dry_run else console)
@@ -88,17 +166,7 @@ def to_kvm(
         convert(
             source,
             target,
-            RetrofitOptions(
-                layers=layers,
-                budget=budget,
-                growth=growth,
-                state_size=state_size,
-                chunk_size=chunk_size,
-                window_chunks=window_chunks,
-                sinks=sinks,
-                dtype=dtype,
-                shard_size=int(shard_size * 1e9),
-            ),
+            options(**choices, shard_size=int(shard_size * 1e9)),
             dry_run=dry_run,
             push_to_hub=push_to_hub,
             command=shlex.join(["retrofit", *sys.argv[1:]]),
@@ -177,23 +245,16 @@ def _rewrite(command: Callable[..., PaperPlan], source: Path, target: Path, quie
         console.print(f"Done: {target}")
 
 
-def print_plan(plan: RetrofitPlan, out: Console) -> None:
+def print_plan(plan: Plan, out: Console) -> None:
     """What will be written, and what it saves."""
-    config, dtype = plan.config, str(plan.dtype).removeprefix("torch.")
+    dtype = str(plan.dtype).removeprefix("torch.")
 
     def say(line: str) -> None:
         out.print(line, soft_wrap=True)
 
-    say(f"[bold]{escape(plan.source.label)}[/bold] ({plan.source.config.model_type}) becomes a KVM model")
-    say(f"Layers: {len(plan.converted)} of {config.num_hidden_layers} converted: {ranges(plan.converted)}")
-    say(
-        f"Window: {config.num_window_chunks} chunks of {config.chunk_size} = {config.window_size} tokens; "
-        f"state: {plan.budget}, {config.num_sink_tokens} sinks"
-    )
-    new = plan.new_parameters
-    kinds = sorted({tensor.name.rsplit(".", 1)[-1] for tensor in new})
-    count = sum(tensor.nbytes // tensor.dtype.itemsize for tensor in new)
-    say(f"New parameters: {count} ({', '.join(kinds)}), at values that change nothing")
+    say(f"[bold]{escape(plan.source.label)}[/bold] ({plan.source.config.model_type}) becomes a {plan.kind}")
+    for line in plan.summary:
+        say(line)
     say(f"Weights: {plan.nbytes / 1e9:.3f} GB in {len(plan.shards)} file(s), {dtype}")
     say(f"Kept from the source: {', '.join(path.name for path in plan.source.kept_files) or 'nothing else'}")
     table = Table(f"Cache per sequence, {dtype}", "full attention", "target", "ratio")

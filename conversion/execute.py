@@ -14,29 +14,29 @@ from safetensors import SafetensorError
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 
-from kvm_hf import KVMForCausalLM
-
 from .card import write_card
 from .errors import RetrofitError
-from .plan import RetrofitOptions, RetrofitPlan, TargetTensor, make_plan, target_config
-from .source import SAFETENSORS_DTYPES, open_source
+from .maglev import MaglevOptions, MaglevPlan
+from .plan import Options, Plan, RetrofitOptions, RetrofitPlan, TargetTensor
+from .source import SAFETENSORS_DTYPES, Source, open_source
 
 PLAN_FILE = "retrofit-plan.sha256"
+PLANS = {RetrofitOptions: RetrofitPlan, MaglevOptions: MaglevPlan}
 DTYPE_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 
 
 def convert(
     source: str | Path,
     target: str | Path,
-    options: RetrofitOptions = RetrofitOptions(),
+    options: Options = RetrofitOptions(),
     *,
     dry_run: bool = False,
     push_to_hub: str | None = None,
     command: str | None = None,
-    on_plan: Callable[[RetrofitPlan], None] = lambda plan: None,
+    on_plan: Callable[[Plan], None] = lambda plan: None,
     on_bytes: Callable[[int], None] = lambda count: None,
-) -> RetrofitPlan:
-    """Turns a Llama-style checkpoint into a KVM model folder that loads with `trust_remote_code=True`.
+) -> Plan:
+    """Turns a Llama-style checkpoint into a model folder that loads with `trust_remote_code=True`.
 
     All work happens in `TARGET.incomplete` beside the target, which takes the target's name when everything is there.
     An interrupted run leaves that folder; the same call again keeps its finished shards.
@@ -44,6 +44,7 @@ def convert(
     Args:
         source: local folder, hub id, or GGUF file.
         target: folder that does not exist yet or is empty.
+        options: their class says what to make: `RetrofitOptions` a KVM model, `MaglevOptions` a Maglev model to train.
         push_to_hub: hub id to upload the finished folder to.
         command: what the user typed, for the model card.
         on_plan: called with the plan before anything is written.
@@ -58,7 +59,9 @@ def convert(
     work = target.with_name(target.name + ".incomplete")
     check_work(work)
     try:
-        with open_source(source, work, check=lambda config: target_config(config, options)) as opened:
+        with open_source(
+            source, work, check=lambda config: PLANS[type(options)].target_config(config, options)
+        ) as opened:
             plan = make_plan(opened, options)
             on_plan(plan)
             if dry_run:
@@ -79,7 +82,12 @@ def convert(
     return plan
 
 
-def _write_folder(plan: RetrofitPlan, work: Path, command: str, on_bytes) -> None:
+def make_plan(source: Source, options: Options) -> Plan:
+    """What `convert` would do, as `Plan.make`."""
+    return PLANS[type(options)].make(source, options)
+
+
+def _write_folder(plan: Plan, work: Path, command: str, on_bytes) -> None:
     fingerprint = plan.fingerprint()
     marker = work / PLAN_FILE
     if work.exists() and marker.read_text() != fingerprint:
@@ -102,13 +110,13 @@ def _write_folder(plan: RetrofitPlan, work: Path, command: str, on_bytes) -> Non
         kept = work / path.relative_to(plan.source.folder)
         kept.parent.mkdir(exist_ok=True)
         shutil.copyfile(path, kept)
-    write_code_and_config(KVMForCausalLM, plan.config, work)
+    write_code_and_config(plan.model_class, plan.config, work)
     write_card(plan, work, command)
     if len(plan.shards) > 1:
         write_index(plan, work)
 
 
-def write_shard(plan: RetrofitPlan, path: Path, tensors: list[TargetTensor], on_bytes) -> None:
+def write_shard(plan: Plan, path: Path, tensors: list[TargetTensor], on_bytes) -> None:
     """Streams one safetensors file: its header follows from the plan, so no more than one tensor is in memory."""
     header, offset = {"__metadata__": {"format": "pt"}}, 0
     for tensor in tensors:
@@ -133,7 +141,7 @@ def write_shard(plan: RetrofitPlan, path: Path, tensors: list[TargetTensor], on_
     os.replace(partial, path)
 
 
-def _make_tensor(plan: RetrofitPlan, tensor: TargetTensor) -> torch.Tensor:
+def _make_tensor(plan: Plan, tensor: TargetTensor) -> torch.Tensor:
     origin = tensor.origin
     if origin.name is None:
         return torch.full(tensor.shape, origin.fill, dtype=tensor.dtype)
@@ -149,7 +157,7 @@ def _make_tensor(plan: RetrofitPlan, tensor: TargetTensor) -> torch.Tensor:
     return made
 
 
-def write_index(plan: RetrofitPlan, work: Path) -> None:
+def write_index(plan: Plan, work: Path) -> None:
     index = {
         "metadata": {"total_size": plan.nbytes},
         "weight_map": {tensor.name: name for name, shard in plan.shards.items() for tensor in shard},
@@ -184,7 +192,7 @@ def check_work(work: Path) -> None:
         )
 
 
-def check_space(work: Path, plan: RetrofitPlan) -> None:
+def check_space(work: Path, plan: Plan) -> None:
     parent = work.absolute().parent
     while not parent.exists():
         parent = parent.parent
@@ -211,7 +219,7 @@ def _hub_login(repo: str) -> HfApi:
 def _push(api: HfApi, repo: str, target: Path) -> None:
     try:
         api.create_repo(repo, exist_ok=True)
-        api.upload_folder(repo_id=repo, folder_path=target, commit_message="KVM retrofit")
+        api.upload_folder(repo_id=repo, folder_path=target, commit_message="Retrofit")
     except Exception as error:  # the hub's client has many
         raise RetrofitError(
             f"The model is finished in {target}, but pushing it to {repo!r} failed: {error}. Try again with "
@@ -219,5 +227,5 @@ def _push(api: HfApi, repo: str, target: Path) -> None:
         ) from error
 
 
-def _python_call(source, target, options: RetrofitOptions) -> str:
+def _python_call(source, target, options: Options) -> str:
     return f"conversion.convert({str(source)!r}, {str(target)!r}, {options!r})"

@@ -1,4 +1,4 @@
-"""What each source family calls its parts, and what it has that a KVM model cannot say. One entry per family.
+"""What each source family calls its parts, and what it has that our models cannot say. One entry per family.
 
 A family is accepted only if a KVM model with all layers as full attention computes exactly the same function. Names
 that are not in a table are the same on both sides.
@@ -101,7 +101,7 @@ def _phi3_origin(name: str, config: PreTrainedConfig) -> Origin:
 
 def _phi3_missing(config: PreTrainedConfig) -> list[str]:
     return [
-        f"`{name}` {getattr(config, name)} (dropout that KVM models do not have)"
+        f"`{name}` {getattr(config, name)} (dropout that our models do not have)"
         for name in ("resid_pdrop", "embd_pdrop")
         if getattr(config, name, 0.0)
     ]
@@ -155,7 +155,7 @@ FAMILIES = {
     ),
 }
 
-# Families that people will try, and what a KVM model would need for them.
+# Families that people will try, and what our models would need for them.
 REFUSED = {
     "granite": "multipliers on embeddings, attention scores, residual branches and logits",
     "olmo2": "norms after each sublayer instead of before it, and a query/key norm over all heads at once",
@@ -172,7 +172,8 @@ REFUSED = {
     "cohere": "layer norms, attention and MLP in parallel, scaled logits",
     "stablelm": "layer norms with bias",
     "starcoder2": "layer norms with bias, an MLP without gate",
-    "kvm": "nothing: it is a KVM model already",
+    "kvm": "nothing, it was converted already: use the checkpoint that it was made from",
+    "maglev": "nothing, it was converted already: use the checkpoint that it was made from",
 }
 
 
@@ -190,7 +191,7 @@ def family_of(config: PreTrainedConfig) -> Family:
     """The family of a source config.
 
     Raises:
-        RetrofitError: by name, for a model that is not a causal LM or has what KVM models lack.
+        RetrofitError: by name, for a model that is not a causal LM or has what our models lack.
     """
     family = FAMILIES[config.model_type]
     architectures = config.architectures or [family.architecture]
@@ -212,7 +213,8 @@ def family_of(config: PreTrainedConfig) -> Family:
 
 
 def kvm_fields(config: PreTrainedConfig) -> dict:
-    """Every field of the KVM config that follows from the source: the same model, all layers as they are there."""
+    """Every field of the KVM config that follows from the source: the same model, all layers as they are there. The fields
+    of every source can be said in it, so that other targets begin with it too."""
     family = family_of(config)
     common = {name: getattr(config, name) for name in COMMON_FIELDS if hasattr(config, name)}
     if not family.partial_rotary:

@@ -2,11 +2,13 @@
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from math import prod
+from typing import ClassVar, Self
 
 import torch
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvm_hf import KVMConfig, KVMForCausalLM
 from kvm_hf.state_kvm import StateRule, rows_after
@@ -16,15 +18,35 @@ from .families import Origin, family_of, kvm_fields
 from .source import Source
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
-# Parameters that Llama-style models do not have, each at 1, where it changes nothing.
-NEW_PARAMETERS = ("state_temperature", "window_temperature")
 DEFAULT_GROWTH, DEFAULT_STATE_SIZE = 16.0, 256
 PLANNED_LENGTHS = (4096, 32768, 131072)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The choices of every conversion; the command line has the same names (its shard size is in gigabytes).
+
+    Attributes:
+        dtype: of the target's weights, or `"auto"` for the source's.
+        shard_size: most bytes per file.
+
+    Raises:
+        RetrofitError: by name, for a value that cannot be.
+    """
+
+    dtype: str = "auto"
+    shard_size: int = 5 * 10**9
+
+    def __post_init__(self):
+        if self.dtype not in ("auto", *DTYPES):
+            raise RetrofitError(f"`--dtype {self.dtype}` is not known; use auto, {', '.join(DTYPES)}.")
+        if self.shard_size < 1:
+            raise RetrofitError(f"`--shard-size` must be positive, got {self.shard_size}.")
+
+
 @dataclass(frozen=True)
-class RetrofitOptions:
-    """The choices of a conversion; the command line has the same names (its shard size is in gigabytes).
+class RetrofitOptions(Options):
+    """The choices of `to-kvm`.
 
     Attributes:
         layers: `"all"` (every layer that is full attention in the source), `"every:N"` (layers 0, N, 2N, ...), or
@@ -35,8 +57,6 @@ class RetrofitOptions:
         state_size: rows, 256 if None; only for `fixed` and `saturation`.
         chunk_size, window_chunks: `C` and `n` of the window of `C * n` tokens.
         sinks: first tokens whose rows nothing is merged into.
-        dtype: of the target's weights, or `"auto"` for the source's.
-        shard_size: most bytes per file.
     """
 
     layers: str = "all"
@@ -46,8 +66,6 @@ class RetrofitOptions:
     chunk_size: int = 128
     window_chunks: int = 4
     sinks: int = 4
-    dtype: str = "auto"
-    shard_size: int = 5 * 10**9
 
 
 @dataclass(frozen=True)
@@ -65,21 +83,61 @@ class TargetTensor:
 
 
 @dataclass
-class RetrofitPlan:
-    """Everything `convert` will do.
+class Plan:
+    """Everything `convert` will do. Every kind of target has a subclass.
 
     Attributes:
         shards: file name to its tensors, in order.
+        model_class: whose parameters are written.
+        kind: of target, in words.
+        new_values: last parts of the names of parameters that Llama-style models do not have, and what fills them.
     """
 
     source: Source
-    options: RetrofitOptions
-    config: KVMConfig
+    options: Options
+    config: PreTrainedConfig
     shards: dict[str, list[TargetTensor]]
 
+    model_class: ClassVar[type[PreTrainedModel]]
+    kind: ClassVar[str]
+    new_values: ClassVar[Mapping[str, float]]
+
+    @classmethod
+    def make(cls, source: Source, options: Options) -> Self:
+        """Decides everything. Of the weights it reads only a head that may differ from the embeddings.
+
+        Raises:
+            RetrofitError: the source or the options cannot work, by name.
+        """
+        config = cls.target_config(source.config, options)
+        config.dtype = _target_dtype(source, options)
+        config.tie_word_embeddings = config.tie_word_embeddings and not _has_own_head(source)
+        tensors = _target_tensors(cls, source, config, options.dtype == "auto")
+        return cls(source, options, config, into_shards(tensors, options.shard_size))
+
+    @classmethod
+    def target_config(cls, source_config: PreTrainedConfig, options: Options) -> PreTrainedConfig:
+        """The target's config but for its dtype: what can be decided, or refused, from the source's config alone."""
+        raise NotImplementedError
+
+    @classmethod
+    def llama_name(cls, name: str) -> str:
+        """The name in a Llama-style model of the parameter that the target's parameter `name` is a copy of."""
+        return name
+
+    def cache_bytes(self, tokens: int) -> int:
+        """Bytes of the target's cache per sequence, in its dtype."""
+        raise NotImplementedError
+
     @property
-    def converted(self) -> list[int]:
-        return kvm_layers(self.config)
+    def summary(self) -> list[str]:
+        """What becomes of the source, line by line."""
+        raise NotImplementedError
+
+    @property
+    def card_facts(self) -> dict:
+        """What the model card says of this kind of target and no other."""
+        raise NotImplementedError
 
     @property
     def tensors(self) -> list[TargetTensor]:
@@ -98,16 +156,6 @@ class RetrofitPlan:
         return self.config.dtype
 
     @property
-    def budget(self) -> str:
-        """Rows of the state over tokens, in words."""
-        config = self.config
-        if config.state_budget == "fixed":
-            return f"{config.state_size} rows"
-        if config.state_budget == "power_law":
-            return f"{config.state_growth_factor:g} * sqrt(tokens) rows"
-        return f"{config.state_saturation} * tokens / ({config.state_saturation} + tokens) rows"
-
-    @property
     def cache_table(self) -> list[tuple[str, int, int]]:
         """Lengths, in words, with the cache's bytes for full attention and for the target, both in its dtype."""
         full, positions = full_config(self.source.config), self.config.max_position_embeddings
@@ -115,7 +163,7 @@ class RetrofitPlan:
             (
                 f"{tokens // 1024}k tokens" + ("" if tokens <= positions else " (beyond the model's positions)"),
                 cache_bytes(full, tokens, self.dtype),
-                cache_bytes(self.config, tokens, self.dtype),
+                self.cache_bytes(tokens),
             )
             for tokens in PLANNED_LENGTHS
         ]
@@ -133,36 +181,71 @@ class RetrofitPlan:
         return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def make_plan(source: Source, options: RetrofitOptions) -> RetrofitPlan:
-    """Decides everything about a conversion. Of the weights it reads only a head that may differ from the embeddings.
+class RetrofitPlan(Plan):
+    """A KVM model: chosen layers get a window and a compressed state."""
 
-    Raises:
-        RetrofitError: the source or the options cannot work, by name.
-    """
-    config = target_config(source.config, options)
-    config.dtype = _target_dtype(source, options)
-    config.tie_word_embeddings = config.tie_word_embeddings and not _has_own_head(source)
-    tensors = _target_tensors(source, config, options.dtype == "auto")
-    return RetrofitPlan(source, options, config, into_shards(tensors, options.shard_size))
+    options: RetrofitOptions
+    config: KVMConfig
 
+    model_class = KVMForCausalLM
+    kind = "KVM model"
+    new_values = {"state_temperature": 1.0, "window_temperature": 1.0}  # they change nothing there
 
-def target_config(source_config: PreTrainedConfig, options: RetrofitOptions) -> KVMConfig:
-    """The target's config but for its dtype: what can be decided, or refused, from the source's config alone."""
-    fields = kvm_fields(source_config)
-    if options.dtype not in ("auto", *DTYPES):
-        raise RetrofitError(f"`--dtype {options.dtype}` is not known; use auto, {', '.join(DTYPES)}.")
-    if options.shard_size < 1:
-        raise RetrofitError(f"`--shard-size` must be positive, got {options.shard_size}.")
-    converted = select_layers(options.layers, fields["layer_types"])
-    kinds = ["kvm_attention" if i in converted else kind for i, kind in enumerate(fields["layer_types"])]
-    if "sliding_attention" not in kinds:
-        fields["sliding_window"] = None
-    fields |= {"layer_types": kinds, "state_treatment": "positional"} | _state_fields(options)
-    return _config(fields)
+    @classmethod
+    def target_config(cls, source_config: PreTrainedConfig, options: RetrofitOptions) -> KVMConfig:
+        fields = kvm_fields(source_config)
+        converted = select_layers(options.layers, fields["layer_types"])
+        kinds = ["kvm_attention" if i in converted else kind for i, kind in enumerate(fields["layer_types"])]
+        if "sliding_attention" not in kinds:
+            fields["sliding_window"] = None
+        fields |= {"layer_types": kinds, "state_treatment": "positional"} | _state_fields(options)
+        return make_config(KVMConfig, fields)
+
+    def cache_bytes(self, tokens: int) -> int:
+        return cache_bytes(self.config, tokens, self.dtype)
+
+    @property
+    def converted(self) -> list[int]:
+        return kvm_layers(self.config)
+
+    @property
+    def budget(self) -> str:
+        """Rows of the state over tokens, in words."""
+        config = self.config
+        if config.state_budget == "fixed":
+            return f"{config.state_size} rows"
+        if config.state_budget == "power_law":
+            return f"{config.state_growth_factor:g} * sqrt(tokens) rows"
+        return f"{config.state_saturation} * tokens / ({config.state_saturation} + tokens) rows"
+
+    @property
+    def summary(self) -> list[str]:
+        config, new = self.config, self.new_parameters
+        kinds = sorted({tensor.name.rsplit(".", 1)[-1] for tensor in new})
+        return [
+            f"Layers: {len(self.converted)} of {config.num_hidden_layers} converted: {ranges(self.converted)}",
+            f"Window: {config.num_window_chunks} chunks of {config.chunk_size} = {config.window_size} tokens; "
+            f"state: {self.budget}, {config.num_sink_tokens} sinks",
+            f"New parameters: {numel(new)} ({', '.join(kinds)}), at values that change nothing",
+        ]
+
+    @property
+    def card_facts(self) -> dict:
+        return {
+            "converted": len(self.converted),
+            "layer_list": ranges(self.converted),
+            "window": self.config.window_size,
+            "chunk": self.config.chunk_size,
+            "budget": self.budget,
+        }
 
 
 def kvm_layers(config: KVMConfig) -> list[int]:
     return [i for i, kind in enumerate(config.layer_types) if kind == "kvm_attention"]
+
+
+def numel(tensors: list[TargetTensor]) -> int:
+    return sum(prod(tensor.shape) for tensor in tensors)
 
 
 def ranges(numbers: list[int]) -> str:
@@ -236,7 +319,16 @@ def kvm_layer_bytes(config: KVMConfig, tokens: int, dtype: torch.dtype) -> int:
 
 def full_config(source_config: PreTrainedConfig) -> KVMConfig:
     """The source as a KVM config: all layers as they are there."""
-    return _config(kvm_fields(source_config))
+    return make_config(KVMConfig, kvm_fields(source_config))
+
+
+def make_config(config_class: type[PreTrainedConfig], fields: dict) -> PreTrainedConfig:
+    try:
+        return config_class(**fields)
+    except Exception as error:  # `strict` wraps the ValueErrors of a config in its own classes
+        raise RetrofitError(
+            f"These settings do not make a {config_class.__name__}: {error.__cause__ or error}"
+        ) from error
 
 
 def _state_fields(options: RetrofitOptions) -> dict:
@@ -265,14 +357,7 @@ def _state_fields(options: RetrofitOptions) -> dict:
     raise RetrofitError(f"`--budget {options.budget}` is not known; use sqrt, fixed or saturation.")
 
 
-def _config(fields: dict) -> KVMConfig:
-    try:
-        return KVMConfig(**fields)
-    except Exception as error:  # `strict` wraps the ValueErrors of KVMConfig in its own classes
-        raise RetrofitError(f"These settings do not make a KVM model: {error.__cause__ or error}") from error
-
-
-def _target_dtype(source: Source, options: RetrofitOptions) -> torch.dtype:
+def _target_dtype(source: Source, options: Options) -> torch.dtype:
     """What the target's config says; with `auto` each tensor keeps its own."""
     if options.dtype != "auto":
         return DTYPES[options.dtype]
@@ -294,21 +379,21 @@ def _has_own_head(source: Source) -> bool:
     )
 
 
-def _target_tensors(source: Source, config: KVMConfig, keeps_dtypes: bool) -> list[TargetTensor]:
+def _target_tensors(
+    plan_class: type[Plan], source: Source, config: PreTrainedConfig, keeps_dtypes: bool
+) -> list[TargetTensor]:
     """Every parameter of the target with its origin; every tensor of the source must be used, in full."""
     family = family_of(source.config)
     with torch.device("meta"):
-        model = KVMForCausalLM(config)
+        model = plan_class.model_class(config)
     tied = set(model.all_tied_weights_keys) if config.tie_word_embeddings else set()
     tensors, used = [], {}
     for name, parameter in model.state_dict().items():
         if name in tied:
             continue
         shape = tuple(parameter.shape)
-        if name.endswith(NEW_PARAMETERS):
-            tensors.append(TargetTensor(name, shape, config.dtype, Origin(None, fill=1.0)))
-            continue
-        origin = family.origin(name, source.config)
+        fills = [value for ending, value in plan_class.new_values.items() if name.endswith(ending)]
+        origin = Origin(None, fill=fills[0]) if fills else family.origin(plan_class.llama_name(name), source.config)
         if origin.name is None:
             tensors.append(TargetTensor(name, shape, config.dtype, origin))
             continue
@@ -323,11 +408,14 @@ def _target_tensors(source: Source, config: KVMConfig, keeps_dtypes: bool) -> li
             )
         dtype = info.dtype if keeps_dtypes else config.dtype
         tensors.append(TargetTensor(name, shape, dtype, origin))
-        used[origin.name] = used.get(origin.name, 0) + rows
+        # Rows that are copied to several places count once.
+        used.setdefault(origin.name, {})[origin.start] = rows
     # A tied head may be stored all the same, and old checkpoints hold RoPE tables that follow from the config.
     spare = tied | {name for name in source.tensors if name.endswith("rotary_emb.inv_freq")}
     left = sorted(
-        name for name, info in source.tensors.items() if name not in spare and used.get(name) != info.shape[0]
+        name
+        for name, info in source.tensors.items()
+        if name not in spare and sum(used.get(name, {}).values()) != info.shape[0]
     )
     if left:
         raise RetrofitError(

@@ -193,7 +193,11 @@ def snapshot(cache: Cache) -> Cache:
 def restore(cache: Cache, other: Cache) -> None:
     """Makes the layers of a cache those of one that went on from it."""
     for layer, ahead in zip(cache.layers, other.layers):
+        added = ahead.get_seq_length() - layer.get_seq_length()
         vars(layer).update(vars(ahead))
+        is_view = hasattr(layer, "sliding_window") and not layer.record_past and layer.keys.device == layer.device
+        if is_view and added > 1:  # of the keys of all tokens that were added, which it would keep alive
+            layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
 
 
 def part_of(padding: Padding | None, columns: slice) -> Padding | None:

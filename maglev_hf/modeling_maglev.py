@@ -40,7 +40,7 @@ from .padding_maglev import (
     read_packing,
     read_padding,
 )
-from .rollout_maglev import fixed_point, sequential
+from .rollout_maglev import Rollout, fixed_point, sequential
 
 # transformers 5.24 calls the cache `cache` in inputs and outputs, releases before it `past_key_values`.
 CACHE_NAME = "cache" if "cache" in {field.name for field in fields(BaseModelOutputWithPast)} else "past_key_values"
@@ -120,6 +120,10 @@ class MaglevMLP(nn.Module):
         return self.down_proj(self.act_fn(self.gate_proj(hidden)) * up if self.gated else F.relu(up).square())
 
 
+class MaglevGate(nn.Linear):
+    """How far channels are open, before `2 sigmoid`: 1 at zero weights, the initial value."""
+
+
 class MaglevMemory(nn.Module):
     """Keys and values of the memory that is fed to a token, and how much of them it takes (specification, section 1)."""
 
@@ -133,9 +137,9 @@ class MaglevMemory(nn.Module):
         # With cross-attention it weighs what every query head read; into keys and values, it is per channel of those.
         self.is_kv = config.memory_injection == "kv"
         if self.is_kv:
-            self.local_gate = nn.Linear(config.hidden_size, width, bias=False)
+            self.local_gate = MaglevGate(config.hidden_size, width, bias=False)
         gated = width if self.is_kv else config.num_attention_heads * config.head_dim
-        self.memory_gate = nn.Linear(config.hidden_size, gated, bias=False)
+        self.memory_gate = MaglevGate(config.hidden_size, gated, bias=False)
 
     def project(self, fed: torch.Tensor, position_embeddings) -> tuple[torch.Tensor, torch.Tensor]:
         """The memory `[B, T, d]` as keys and values `[B, G, T, D]`."""
@@ -163,7 +167,7 @@ class MaglevResidualMemory(nn.Module):
     def __init__(self, config: MaglevConfig):
         super().__init__()
         self.v_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
-        self.memory_gate = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.memory_gate = MaglevGate(config.hidden_size, config.hidden_size, bias=False)
 
     def forward(self, embeds: torch.Tensor, fed: torch.Tensor) -> torch.Tensor:
         return embeds + 2 * self.memory_gate(embeds).sigmoid() * self.v_proj(fed)
@@ -389,7 +393,8 @@ class MaglevPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["MaglevDecoderLayer"]
-    _skip_keys_device_placement = ["past_key_values", "cache", "kv_cache"]
+    # `prefiller` is a module; accelerate would move it.
+    _skip_keys_device_placement = ["past_key_values", "cache", "kv_cache", "prefiller"]
     _supports_flash_attn = True
     _supports_sdpa = True
     _supports_flex_attn = True
@@ -409,9 +414,8 @@ class MaglevPreTrainedModel(PreTrainedModel):
     def _init_weights(self, module):
         """Also gives what a checkpoint lacks its neutral value: gates 1, residual scales as without them."""
         super()._init_weights(module)
-        for name in ("local_gate", "memory_gate"):
-            if isinstance(module, (MaglevMemory, MaglevResidualMemory)) and hasattr(module, name):
-                init.zeros_(getattr(module, name).weight)
+        if isinstance(module, MaglevGate):  # itself: transformers passes over modules without parameters of their own
+            init.zeros_(module.weight)
         if isinstance(module, (MaglevModel, MaglevPrefiller)) and self.config.use_residual_scales:
             init.ones_(module.residual_scale)
             init.zeros_(module.embedding_scale)
@@ -445,8 +449,13 @@ class MaglevPrefiller(nn.Module):
             )
             self.norm = MaglevRMSNorm(config.hidden_size, config.rms_norm_eps)
         add_scales(self, config)
-        if config.detach_memory and config.detach_target:
+        self.is_frozen = config.detach_memory and config.detach_target
+        self.requires_grad_(not self.is_frozen)
+
+    def train(self, mode: bool = True) -> "MaglevPrefiller":
+        if self.is_frozen:  # not any more where `from_pretrained` put new parameters in; it calls `eval()` after that
             self.requires_grad_(False)
+        return super().train(mode)
 
     def forward(self, inputs: MaglevInputs, decoder: "MaglevModel") -> torch.Tensor:
         """The targets of one call's tokens, `[B, T, d]`, zero at pads. What the cache has seen is not looked at."""
@@ -478,9 +487,11 @@ class MaglevMade(NamedTuple):
 
 @dataclass
 class MaglevModelOutput(BaseModelOutputWithPast):
-    """`target` `[B, T, d]`: what the prefiller made of the tokens, if there is one and it was asked."""
+    """`target` `[B, T, d]`: what the prefiller made of the tokens, if there is one and it was asked. `sweeps`: parallel
+    passes over each block of tokens whose memories were searched for, 1 for tokens that went one by one."""
 
     target: torch.FloatTensor | None = None
+    sweeps: list[int] | None = None
 
 
 class MaglevModel(MaglevPreTrainedModel):
@@ -543,8 +554,9 @@ class MaglevModel(MaglevPreTrainedModel):
         inputs = self._read_inputs(
             input_ids, inputs_embeds, attention_mask, position_ids, cache, past_key_values, use_cache, kwargs
         )
-        wants_states = kwargs.get("output_hidden_states", self.config.output_hidden_states)
-        target = None
+        wants_states = kwargs.get("output_hidden_states")
+        wants_states = self.config.output_hidden_states if wants_states is None else wants_states
+        target = sweeps = None
         if fed is not None:
             self._check_fed(fed, inputs)
             parts = [self._decode(inputs, inputs.columns, fed, wants_states)]
@@ -558,7 +570,7 @@ class MaglevModel(MaglevPreTrainedModel):
             if prefiller is not None and rollout != "sequential" and (inputs.length > 1 or not inputs.past):
                 with torch.no_grad():
                     target = prefiller(inputs, self)
-            parts = self._deployed(inputs, rollout, target, wants_states)
+            parts, sweeps = self._deployed(inputs, rollout, target, wants_states)
 
         memory = join([part.memory for part in parts])
         states = None
@@ -568,6 +580,7 @@ class MaglevModel(MaglevPreTrainedModel):
             last_hidden_state=memory,
             hidden_states=states,
             target=None if inputs.past else target,
+            sweeps=sweeps,
             **{CACHE_NAME: inputs.cache},
         )
 
@@ -579,7 +592,8 @@ class MaglevModel(MaglevPreTrainedModel):
                 "`rollout='teacher_forced'` needs the prefiller, which only `MaglevForPreTraining` has. Use 'fixed_point' "
                 "or 'sequential'."
             )
-        target = memory = prefiller(inputs, self)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not prefiller.is_frozen):
+            target = memory = prefiller(inputs, self)
         first = torch.zeros_like(target[:, :1])
         sweeps = self.config.self_feeding_sweeps if self.training else 0
         for sweep in range(sweeps + 1):
@@ -589,28 +603,27 @@ class MaglevModel(MaglevPreTrainedModel):
         made.keep()
         return [made], target
 
-    def _deployed(self, inputs: MaglevInputs, rollout: str, guess, wants_states) -> list[MaglevMade]:
+    def _deployed(self, inputs: MaglevInputs, rollout: str, guess, wants_states) -> Rollout:
         """Every token reads what the decoder itself made at the token before (specification, section 2)."""
         first = self._first_memory(inputs)
         if inputs.length == 1:
-            parts = [self._decode(inputs, inputs.columns, first, wants_states)]
-            parts[0].keep()
+            made, sweeps = self._decode(inputs, inputs.columns, first, wants_states), [1]
         elif torch.is_grad_enabled() or inputs.is_packed:
             # The memories first; then, in one pass, what is made of them.
             with torch.no_grad():
                 apart = inputs.apart(self.config)
-                guess = None if guess is None or not inputs.is_packed else inputs.unpacked(guess)
-                made = self._roll_out(apart, rollout, guess, wants_states=False)
-                memory = join([part.memory for part in made])
+                guess = inputs.unpacked(guess) if guess is not None and inputs.is_packed else guess
+                parts, sweeps = self._roll_out(apart, rollout, guess, wants_states=False)
+                memory = join([part.memory for part in parts])
                 memory = inputs.packed(memory) if inputs.is_packed else memory
-            parts = [self._decode(inputs, inputs.columns, inputs.shifted(first, memory), wants_states)]
-            parts[0].keep()
+            made = self._decode(inputs, inputs.columns, inputs.shifted(first, memory), wants_states)
         else:
             kept = inputs if inputs.cache is not None else inputs.apart(self.config)
-            parts = self._roll_out(kept, rollout, guess, wants_states)
-        return parts
+            return self._roll_out(kept, rollout, guess, wants_states)
+        made.keep()
+        return Rollout([made], sweeps)
 
-    def _roll_out(self, inputs: MaglevInputs, rollout: str, guess, wants_states) -> list[MaglevMade]:
+    def _roll_out(self, inputs: MaglevInputs, rollout: str, guess, wants_states) -> Rollout:
         """Searches for the memories with the cache of `inputs`, and leaves them there."""
         masks = {}
 
@@ -622,8 +635,8 @@ class MaglevModel(MaglevPreTrainedModel):
 
         first = self._first_memory(inputs)
         if rollout == "sequential":
-            return sequential(run, first, inputs.columns).parts
-        return fixed_point(run, first, inputs.columns, guess, self.config.rollout_tolerance).parts
+            return sequential(run, first, inputs.columns)
+        return fixed_point(run, first, inputs.columns, guess, self.config.rollout_tolerance)
 
     def _first_memory(self, inputs: MaglevInputs) -> torch.Tensor:
         """`[B, 1, d]`, what the first column reads."""
@@ -821,6 +834,7 @@ class MaglevForCausalLM(MaglevPreTrainedModel, GenerationMixin):
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             rollout=rollout,
+            return_dict=True,
             **kwargs,
         )
         logits = self.compute_logits(outputs.last_hidden_state, logits_to_keep)
@@ -853,8 +867,9 @@ class MaglevForCausalLM(MaglevPreTrainedModel, GenerationMixin):
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
         """In place of the cache that transformers makes, one that has a memory from the start and can be saved."""
+        given = model_kwargs.get("cache") is not None or model_kwargs.get("past_key_values") is not None
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
-        if type(model_kwargs.get(CACHE_NAME)) is DynamicCache and not model_kwargs[CACHE_NAME].get_seq_length():
+        if not given and type(model_kwargs.get(CACHE_NAME)) is DynamicCache:
             model_kwargs[CACHE_NAME] = MaglevCache.of(model_kwargs[CACHE_NAME], self.config)
 
 
@@ -913,6 +928,7 @@ class MaglevForPreTraining(MaglevForCausalLM):
             use_cache=use_cache,
             rollout=rollout,
             prefiller=self.prefiller,
+            return_dict=True,
             **kwargs,
         )
         logits = self.compute_logits(outputs.last_hidden_state, logits_to_keep)
@@ -921,7 +937,7 @@ class MaglevForPreTraining(MaglevForCausalLM):
             ce_loss, weight = self.compute_ce_loss(logits, labels, attention_mask, position_ids, **kwargs)
             loss = ce_loss
             if outputs.target is not None:
-                consistency_loss = weight * self.compute_consistency(outputs, attention_mask)
+                consistency_loss = (weight * self.compute_consistency(outputs, attention_mask)).to(ce_loss.device)
                 if (rollout or self.config.rollout) == "teacher_forced":
                     loss = ce_loss + self.config.consistency_weight * consistency_loss
         return MaglevForPreTrainingOutput(

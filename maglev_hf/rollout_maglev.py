@@ -51,8 +51,8 @@ def fixed_point(
 ) -> Rollout:
     """Sweeps over blocks of columns until what they are fed is what they make.
 
-    After `s` sweeps the first `s` memories of a block are exact, whatever it was fed at first. Where they have not
-    settled at the limit, those at the front that have are kept, and all others of the call are made one by one.
+    After `s` sweeps the first `s` memories of a block are exact, whatever it was fed at first. Where not all have settled
+    at the limit, those are kept, and all others of the call are made one by one.
 
     Args:
         memory: `[B, 1, d]`, what the first column reads.
@@ -77,7 +77,8 @@ def fixed_point(
                 break
             later = made.memory[:, :-1]
         else:
-            first = int(settled.logical_not().nonzero()[0])
+            # Others may have settled too; but where sweeps do not contract, hardly moving is no sign of being right.
+            first = min(MAX_SWEEPS, size - 1)
             front = slice(block.start, block.start + first + 1)
             made = run(front, torch.cat([memory, later[:, :first]], dim=1))
             made.keep()

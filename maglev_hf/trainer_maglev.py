@@ -6,10 +6,19 @@ from transformers import Trainer
 
 class MaglevTrainer(Trainer):
     """transformers' Trainer; its log also has `ce_loss` and `consistency_loss`, means over the steps since the last
-    entry like `loss` itself, which is the first plus `consistency_weight` times the second."""
+    entry like `loss` itself, which is the first plus `consistency_weight` times the second.
+
+    Raises:
+        ValueError: label smoothing or a loss of one's own, which would leave the second term out.
+    """
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
+        if self.label_smoother is not None or self.compute_loss_func is not None:
+            raise ValueError(
+                "`label_smoothing_factor` and `compute_loss_func` replace the model's loss, and with it the distance "
+                "between memories and targets, without which nothing is learned to remember. Leave them out."
+            )
         self._terms, self._logged_at = {}, 0
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):

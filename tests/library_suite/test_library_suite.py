@@ -1,6 +1,6 @@
 """transformers' own tests of a model class (`ModelTesterMixin`, training, config) on ours.
 
-The suite hardly looks at caches (ours are tested in `tests/kvm`); it looks at everything else that people do with a
+The suite hardly looks at caches (ours are tested in `tests/kvm` and `tests/maglev`); it looks at everything else that people do with a
 model: saving and loading, dtypes, tying and resizing embeddings, labels and losses, batches, training, checkpointing,
 attention implementations. Depends on `transformers_suite`, and on the folder that `make suite` fetches.
 """
@@ -23,6 +23,7 @@ from kvm_hf import (
     KVMForTokenClassification,
     KVMModel,
 )
+from maglev_hf import MaglevConfig, MaglevForCausalLM, MaglevForPreTraining, MaglevModel
 
 common = load("test_modeling_common")
 training = load("test_training_mixin")
@@ -40,19 +41,21 @@ CLASSES = {
 # count as skipped if they end in this error: an entry that has become wrong is a failure.
 NOT_APPLICABLE = {
     "test_attention_outputs": (
-        "KVM layers attend to rows that stand for many tokens, so the models refuse `output_attentions`.",
+        "The models refuse `output_attentions`: KVM layers attend to rows that stand for many tokens, and the memories of a "
+        "Maglev call are found in several passes.",
         "`output_attentions=True` is not available",
     ),
     "test_generation_tester_mixin_inheritance": (
-        "The sdist lacks the generation tests that this one demands; ours are in `tests/kvm/test_generation.py`.",
+        "The sdist lacks the generation tests that this one demands; ours are in `tests/kvm/test_generation.py` "
+        "and `tests/maglev/test_maglev_generation.py`.",
         "the tester must inherit from `GenerationTesterMixin`",
     ),
     "test_model_rope_scaling_from_config_1_dynamic": (
-        "KVM models refuse dynamic RoPE: its frequencies change with the length, so keys could not be turned back.",
+        "Our models refuse dynamic RoPE: its frequencies change with the length, and cached keys are not turned again.",
         "RoPE type 'dynamic' is not supported",
     ),
     "test_model_rope_scaling_frequencies": (
-        "It includes dynamic RoPE, and our rotary module takes positions alone; `tests/kvm/test_modeling.py` compares "
+        "It includes dynamic RoPE, and our rotary modules take positions alone; `tests/kvm/test_modeling.py` compares "
         "every type that KVM models know with Llama.",
         "takes 2 positional arguments but 3 were given",
     ),
@@ -87,8 +90,7 @@ class ModelTester:
     def __init__(self, config_class, causal_lm_class, **fields):
         self.config_class, self.causal_lm_class, self.fields = config_class, causal_lm_class, fields
 
-    def get_config(self) -> KVMConfig | GPTAlphaConfig:
-        """Chunks so small that the state is full, and merges, at the lengths of the suite."""
+    def get_config(self) -> KVMConfig | GPTAlphaConfig | MaglevConfig:
         small = dict(
             vocab_size=99,
             hidden_size=self.hidden_size,
@@ -96,14 +98,12 @@ class ModelTester:
             num_attention_heads=self.num_attention_heads,
             max_position_embeddings=64,
             pad_token_id=0,
-            chunk_size=2,
-            num_window_chunks=2,
-            state_budget="fixed",
-            state_size=4,
         )
         return self.config_class(**{**small, **self.fields})
 
-    def prepare_config_and_inputs_for_common(self) -> tuple[KVMConfig | GPTAlphaConfig, dict[str, torch.Tensor]]:
+    def prepare_config_and_inputs_for_common(
+        self,
+    ) -> tuple[KVMConfig | GPTAlphaConfig | MaglevConfig, dict[str, torch.Tensor]]:
         config = self.get_config()
         ids = torch.randint(3, config.vocab_size, (self.batch_size, self.seq_length))
         lengths = torch.tensor([self.seq_length - 2, self.seq_length, 7, 3])
@@ -157,8 +157,10 @@ for name, (reason, words) in NOT_APPLICABLE.items():
     setattr(LibrarySuite, name, ends_in_error(name, reason, words))
 
 
+# Chunks so small that the state is full, and merges, at the lengths of the suite.
+SMALL_STATE = {"chunk_size": 2, "num_window_chunks": 2, "state_budget": "fixed", "state_size": 4}
 # Weights so large that the state moves the outputs.
-LLAMA = {
+LLAMA = SMALL_STATE | {
     "intermediate_size": 37,
     "num_key_value_heads": 2,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
@@ -208,7 +210,7 @@ class GPTAlphaTest(LibrarySuite, TestCase):
     config_class = GPTAlphaConfig
     classes = {"MODEL": GPTAlphaModel, "MODEL_FOR_CAUSAL_LM": GPTAlphaForCausalLM}
     all_model_classes = tuple(classes.values())
-    fields = {
+    fields = SMALL_STATE | {
         "layer_types": ["kvm_attention", "block_sliding_attention"],
         "block_lambdas": True,
         "skip_connections": True,
@@ -221,3 +223,67 @@ for kind, name in (
     ("yarn", "test_model_rope_scaling_from_config_2_yarn"),
 ):
     setattr(GPTAlphaTest, name, ends_in_error(name, PLAIN_ROPE, f"RoPE type '{kind}' is not supported here"))
+
+
+# Maglev
+
+
+class MaglevSuite(LibrarySuite):
+    """Windows that are shorter than the suite's sequences."""
+
+    config_class = MaglevConfig
+    classes = {"MODEL": MaglevModel, "MODEL_FOR_CAUSAL_LM": MaglevForCausalLM}
+    all_model_classes = tuple(classes.values())
+    maglev = {
+        "intermediate_size": 37,
+        "num_key_value_heads": 2,
+        "sliding_window": 4,
+        "initializer_range": 0.1,
+        "rollout_tolerance": 1e-6,  # of batches and single rows, which the suite compares to 1e-5
+    }
+
+
+class MaglevPaperBlockTest(MaglevSuite, TestCase):
+    """The paper's block, memories in keys and values."""
+
+    fields = MaglevSuite.maglev
+
+
+class MaglevLlamaBlockTest(MaglevSuite, TestCase):
+    """Everything that a Llama may have in place of the paper's block."""
+
+    fields = MaglevSuite.maglev | {
+        "final_logit_softcapping": None,
+        "use_qk_norm": False,
+        "gated_mlp": True,
+        "use_residual_scales": False,
+        "norm_embeddings": False,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "tie_word_embeddings": True,
+    }
+
+
+class MaglevCrossAttentionTest(MaglevSuite, TestCase):
+    """Attention over memories, in layers of both kinds."""
+
+    fields = MaglevSuite.maglev | {
+        "memory_injection": "cross_attention",
+        "layer_types": ["full_attention", "sliding_attention"],
+    }
+
+
+class MaglevPreTrainingTest(MaglevSuite, TestCase):
+    """Both stacks, which share their blocks: the loss of training."""
+
+    classes = {"MODEL": MaglevModel, "MODEL_FOR_CAUSAL_LM": MaglevForPreTraining}
+    all_model_classes = tuple(classes.values())
+    fields = MaglevSuite.maglev
+
+
+class MaglevSeparatePreTrainingTest(MaglevPreTrainingTest):
+    """Both stacks with blocks of their own."""
+
+    fields = MaglevSuite.maglev | {"share_prefiller": False}
+    # The loss has a distance in it, not its square: its gradient does not become smaller near zero.
+    training_grad_norm_reduction_threshold = 0.7
