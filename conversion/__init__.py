@@ -2,6 +2,7 @@
 
 from .errors import RetrofitError
 from .execute import convert, make_plan
+from .heal import HealOptions, heal
 from .maglev import MaglevOptions, MaglevPlan
 from .paper import PaperPlan, export_paper, import_paper
 from .plan import RetrofitOptions, RetrofitPlan
@@ -9,6 +10,7 @@ from .source import gguf_to_checkpoint
 from .verification import VerifyOptions, verify
 
 __all__ = [
+    "HealOptions",
     "MaglevOptions",
     "MaglevPlan",
     "PaperPlan",
@@ -19,6 +21,7 @@ __all__ = [
     "convert",
     "export_paper",
     "gguf_to_checkpoint",
+    "heal",
     "import_paper",
     "make_plan",
     "verify",

@@ -16,9 +16,10 @@ TOP = """---
 """
 KVM = """{{ source }} with Key-Value Means (KVM, [arXiv 2605.09877](https://arxiv.org/abs/2605.09877)): {{ converted }} of
 {{ layers }} attention layers ({{ layer_list }}) keep a window of {{ window }} tokens, which moves by {{ chunk }}, and a
-compressed state of {{ budget }} instead of every key and value. The weights are those of the source; **nothing was
+compressed state of {{ budget }} instead of every key and value. {% if healing %}The weights were **healed**: trained for a
+short while to do what the source does (below).{% else %}The weights are those of the source; **nothing was
 trained**. Within the first {{ window }} tokens the model computes what the source computes; beyond, expect a loss between
-a sliding window's and full attention's.
+a sliding window's and full attention's.{% endif %}
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -64,6 +65,21 @@ AutoTokenizer.from_pretrained(path).save_pretrained("deployed")
 {{ cache }}, however long the text.
 
 """
+HEALED = """{% if healing %}## How it was healed
+
+{{ healing.steps }}, {{ healing.seen }} tokens in pieces of {{ healing.length }}. Trained: {{ healing.trained }}, and the
+parameters that only KVM layers have. The loss is the divergence of the next token's distribution from that of the source
+with full attention{% if healing.cross_entropy %}, and {{ healing.cross_entropy }} times the cross-entropy beyond the
+window{% endif %}. Text: {{ healing.texts }}.
+
+| on {{ healing.held_out }} of this text that were not trained on, beyond the window | before | after | source |
+|---|---|---|---|
+| loss | {{ "%.4f"|format(healing.before.loss) }} | {{ "%.4f"|format(healing.after.loss) }} | {{ "%.4f"|format(healing.after.teacher_loss) }} |
+| divergence from the source | {{ "%.4f"|format(healing.before.divergence) }} | {{ "%.4f"|format(healing.after.divergence) }} | 0 |
+
+`heal.json` has every step, `heal.png` the curves. Within the window too the model is no longer exactly the source.
+
+{% endif %}"""
 MADE = """The code is in this folder. It was written with transformers {{ transformers }}, and needs 5.17 to 5.24.
 
 ## How it was made
@@ -87,13 +103,18 @@ text; do so before relying on this model.
 MEASURE_MAGLEV = " Evaluate before and after training, and compare with the source on text longer than the window.\n"
 # Tags and template by the target's `model_type`.
 CARDS = {
-    "kvm": (["kvm", "key-value-means", "compressed-kv-cache"], TOP + KVM + MADE + MEASURE_KVM),
+    "kvm": (["kvm", "key-value-means", "compressed-kv-cache"], TOP + KVM + HEALED + MADE + MEASURE_KVM),
     "maglev": (["maglev", "sliding-recurrent-memory"], TOP + MAGLEV + MADE + MEASURE_MAGLEV),
 }
 
 
-def write_card(plan: Plan, folder: Path, command: str) -> None:
-    """Writes README.md. Licence, languages and tags of the source's own card are carried over."""
+def write_card(plan: Plan, folder: Path, command: str, healing: dict | None = None) -> None:
+    """Writes README.md. Licence, languages and tags of the source's own card are carried over.
+
+    Args:
+        command: or several, one a line.
+        healing: what the section on healing says; None for a model that was not.
+    """
     tags, template = CARDS[plan.config.model_type]
     inherited = _source_metadata(plan.source.folder)
     is_hub_id = not Path(plan.source.label).exists() and "/" in plan.source.label
@@ -116,6 +137,7 @@ def write_card(plan: Plan, folder: Path, command: str) -> None:
         layers=plan.config.num_hidden_layers,
         transformers=transformers.__version__,
         command=command,
+        healing=healing,
         cache_table="\n".join(
             f"| {length} | {before / 2**20:.1f} MiB | {after / 2**20:.1f} MiB |"
             for length, before, after in plan.cache_table
@@ -124,6 +146,14 @@ def write_card(plan: Plan, folder: Path, command: str) -> None:
         **plan.card_facts,
     )
     (folder / "README.md").write_text(str(card).rstrip() + "\n", encoding="utf-8")
+
+
+def command_of(folder: Path) -> list[str]:
+    """The commands that made a folder of ours, by its card; none if that cannot be told."""
+    readme = folder / "README.md"
+    text = readme.read_text(encoding="utf-8") if readme.is_file() else ""
+    _, found, rest = text.partition("## How it was made\n\n```\n")
+    return rest.partition("\n```\n")[0].splitlines() if found else []
 
 
 def _source_metadata(folder: Path) -> dict:

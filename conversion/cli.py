@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from .errors import RetrofitError
 from .execute import convert
+from .heal import HealOptions, heal, print_healing
 from .maglev import MaglevOptions
 from .paper import PaperPlan, export_paper, import_paper
 from .plan import DEFAULT_GROWTH, DEFAULT_STATE_SIZE, Options, Plan, RetrofitOptions
@@ -26,6 +27,7 @@ console = Console(stderr=True)
 DEFAULTS = RetrofitOptions()
 MAGLEV = MaglevOptions()
 VERIFY = VerifyOptions()
+HEAL = HealOptions()
 
 # What the conversions have in common.
 Source = Annotated[str, typer.Argument(help="Checkpoint folder, hub id, or GGUF file.")]
@@ -207,6 +209,88 @@ def verify_command(
 
         report = verify(source, target, options, text=text, output=output, on_step=on_step)
     print_report(report, Console())
+
+
+@app.command("heal")
+def heal_command(
+    target: Annotated[Path, typer.Argument(help="KVM model that `to-kvm` made; stays as it is.")],
+    teacher: Annotated[str, typer.Option(help="The checkpoint that it was made from.")],
+    text: Annotated[list[Path], typer.Option(help="Text to train on: plain, .jsonl or .parquet; may be given again.")],
+    output: Annotated[Path | None, typer.Option(help="Folder to write. Default: TARGET-healed.")] = None,
+    length: Annotated[int, typer.Option(help="Tokens per piece of text; several times the window.")] = HEAL.length,
+    transfer_steps: Annotated[
+        int, typer.Option(help="Steps in which each layer's attention learns the teacher's output.")
+    ] = HEAL.transfer_steps,
+    steps: Annotated[
+        int, typer.Option(help="Steps in which the model learns the teacher's next-token distribution.")
+    ] = HEAL.steps,
+    batch_size: Annotated[int, typer.Option(help="Pieces of text at once.")] = HEAL.batch_size,
+    accumulate: Annotated[int, typer.Option(help="Batches per step, one after the other.")] = HEAL.accumulate,
+    train: Annotated[
+        str, typer.Option(help="lora (on q, k, v, o of the converted layers, merged at the end) or full.")
+    ] = HEAL.train,
+    rank: Annotated[int, typer.Option(help="Of LoRA.")] = HEAL.rank,
+    transfer_lr: Annotated[
+        float, typer.Option(help="Peak learning rate of the attention transfer.")
+    ] = HEAL.transfer_lr,
+    lr: Annotated[float, typer.Option(help="Peak learning rate of the distillation.")] = HEAL.lr,
+    new_lr: Annotated[
+        float, typer.Option(help="Peak learning rate of temperatures and gates, in both stages.")
+    ] = HEAL.new_lr,
+    cross_entropy: Annotated[
+        float, typer.Option(help="Weight of the cross-entropy beyond the window, beside the distillation.")
+    ] = HEAL.cross_entropy,
+    held_out: Annotated[
+        int, typer.Option(help="Pieces of the text to measure with instead of training on them.")
+    ] = HEAL.held_out,
+    seed: Annotated[int, typer.Option(help="Of LoRA's first values and the order of the text.")] = HEAL.seed,
+    save_every: Annotated[
+        int, typer.Option(help="Steps after which a killed run can be continued; Ctrl-C saves by itself.")
+    ] = HEAL.save_every,
+    gradient_checkpointing: Annotated[
+        bool, typer.Option("--gradient-checkpointing", help="Less memory, a third more time.")
+    ] = HEAL.gradient_checkpointing,
+    dtype: Annotated[
+        str, typer.Option(help="float32, or bfloat16 for autocast; weights and losses stay in float32.")
+    ] = HEAL.dtype,
+    device: Annotated[str, typer.Option(help="auto (a GPU if there is one), cpu, cuda, ...")] = HEAL.device,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")] = False,
+) -> None:
+    """Train a KVM model for a short while to do what its source does with full attention.
+
+    An interrupted run leaves OUTPUT.incomplete; the same command goes on from there.
+    """
+    with _friendly_errors(), tqdm(desc="Reading", unit="step", disable=quiet) as bar:
+        options = HealOptions(
+            length=length,
+            transfer_steps=transfer_steps,
+            steps=steps,
+            batch_size=batch_size,
+            accumulate=accumulate,
+            train=train,
+            rank=rank,
+            transfer_lr=transfer_lr,
+            lr=lr,
+            new_lr=new_lr,
+            cross_entropy=cross_entropy,
+            held_out=held_out,
+            seed=seed,
+            save_every=save_every,
+            gradient_checkpointing=gradient_checkpointing,
+            dtype=dtype,
+            device=device,
+        )
+
+        def on_step(done: int, total: int, what: str) -> None:
+            bar.total = total
+            bar.set_description(what)
+            bar.update(done - bar.n)
+
+        report = heal(
+            target, teacher, text, output, options, command=shlex.join(["retrofit", *sys.argv[1:]]), on_step=on_step
+        )
+    if not quiet:
+        print_healing(report, console)
 
 
 @app.command("import-paper")

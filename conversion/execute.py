@@ -106,14 +106,19 @@ def _write_folder(plan: Plan, work: Path, command: str, on_bytes) -> None:
         else:
             write_shard(plan, work / name, tensors, on_bytes)
 
-    for path in plan.source.kept_files:
-        kept = work / path.relative_to(plan.source.folder)
-        kept.parent.mkdir(exist_ok=True)
-        shutil.copyfile(path, kept)
+    keep_files(plan.source.kept_files, plan.source.folder, work)
     write_code_and_config(plan.model_class, plan.config, work)
     write_card(plan, work, command)
     if len(plan.shards) > 1:
         write_index(plan, work)
+
+
+def keep_files(files: list[Path], folder: Path, work: Path) -> None:
+    """Copies files of `folder` to the same places in `work`."""
+    for path in files:
+        kept = work / path.relative_to(folder)
+        kept.parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, kept)
 
 
 def write_shard(plan: Plan, path: Path, tensors: list[TargetTensor], on_bytes) -> None:
@@ -133,7 +138,7 @@ def write_shard(plan: Plan, path: Path, tensors: list[TargetTensor], on_bytes) -
     with open(partial, "wb") as file:
         file.write(len(encoded).to_bytes(8, "little") + encoded)
         for tensor in tensors:
-            data = _make_tensor(plan, tensor).contiguous().reshape(-1)
+            data = make_tensor(plan.source, tensor).contiguous().reshape(-1)
             file.write(memoryview(data.view(torch.uint8).numpy()))
             on_bytes(tensor.nbytes)
         file.flush()
@@ -141,12 +146,13 @@ def write_shard(plan: Plan, path: Path, tensors: list[TargetTensor], on_bytes) -
     os.replace(partial, path)
 
 
-def _make_tensor(plan: Plan, tensor: TargetTensor) -> torch.Tensor:
+def make_tensor(source: Source, tensor: TargetTensor) -> torch.Tensor:
+    """The values of a planned tensor, in its dtype."""
     origin = tensor.origin
     if origin.name is None:
         return torch.full(tensor.shape, origin.fill, dtype=tensor.dtype)
     try:
-        original = plan.source.read(origin.name, origin.start, origin.stop)
+        original = source.read(origin.name, origin.start, origin.stop)
     except SafetensorError as error:
         raise RetrofitError(f"Tensor {origin.name!r} of the source cannot be read: {error}") from error
     made = original.to(tensor.dtype)

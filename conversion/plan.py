@@ -112,7 +112,7 @@ class Plan:
         config = cls.target_config(source.config, options)
         config.dtype = _target_dtype(source, options)
         config.tie_word_embeddings = config.tie_word_embeddings and not _has_own_head(source)
-        tensors = _target_tensors(cls, source, config, options.dtype == "auto")
+        tensors = target_tensors(cls, source, config, options.dtype == "auto")
         return cls(source, options, config, into_shards(tensors, options.shard_size))
 
     @classmethod
@@ -379,7 +379,7 @@ def _has_own_head(source: Source) -> bool:
     )
 
 
-def _target_tensors(
+def target_tensors(
     plan_class: type[Plan], source: Source, config: PreTrainedConfig, keeps_dtypes: bool
 ) -> list[TargetTensor]:
     """Every parameter of the target with its origin; every tensor of the source must be used, in full."""

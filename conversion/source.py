@@ -54,15 +54,7 @@ class Source:
 
     @property
     def kept_files(self) -> list[Path]:
-        """Tokenizer, chat template, generation config, licence: everything but weights, code and config."""
-        paths = sorted(self.folder.iterdir())
-        templates = self.folder / "additional_chat_templates"
-        paths += sorted(templates.iterdir()) if templates.is_dir() else []
-        return [
-            path
-            for path in paths
-            if path.is_file() and not path.name.endswith((*WEIGHT_SUFFIXES, ".py")) and path.name not in REPLACED_FILES
-        ]
+        return files_around(self.folder)
 
     def read(self, name: str, start: int | None = None, stop: int | None = None) -> torch.Tensor:
         """One tensor, or rows of it. The file is opened for this tensor only, so that nothing else stays mapped."""
@@ -70,6 +62,18 @@ class Source:
             if start is None:
                 return shard.get_tensor(name).clone()
             return shard.get_slice(name)[start:stop].clone()
+
+
+def files_around(folder: Path) -> list[Path]:
+    """Tokenizer, chat template, generation config, licence: everything in a model folder but weights, code and config."""
+    paths = sorted(folder.iterdir())
+    templates = folder / "additional_chat_templates"
+    paths += sorted(templates.iterdir()) if templates.is_dir() else []
+    return [
+        path
+        for path in paths
+        if path.is_file() and not path.name.endswith((*WEIGHT_SUFFIXES, ".py")) and path.name not in REPLACED_FILES
+    ]
 
 
 @contextmanager

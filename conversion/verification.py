@@ -20,7 +20,14 @@ import torch
 import transformers
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from kvm_hf import KVMConfig
 from kvm_hf.modeling_kvm import CACHE_NAME
@@ -101,7 +108,7 @@ def verify(
             length: _needle_prompts(tokenizer, filler, length, config.window_size, options)
             for length in (options.needle_tokens if options.needles else ())
         }
-        load = {"dtype": DTYPES[options.dtype], "device_map": _device(options.device)}
+        load = {"dtype": DTYPES[options.dtype], "device_map": find_device(options.device)}
         full = AutoModelForCausalLM.from_pretrained(opened.folder, attn_implementation="sdpa", **load).eval()
         kvm = AutoModelForCausalLM.from_pretrained(target, trust_remote_code=True, **load).eval()
 
@@ -350,7 +357,7 @@ def _tokenizer(folder: Path):
         raise RetrofitError(f"The source {folder} has no tokenizer that can be loaded: {error}") from error
 
 
-def _device(choice: str) -> torch.device:
+def find_device(choice: str) -> torch.device:
     if choice == "auto":
         choice = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -361,11 +368,16 @@ def _device(choice: str) -> torch.device:
         raise RetrofitError(f"The device {choice!r} cannot be used: {error}") from error
 
 
-def _target_config(target) -> KVMConfig:
+def read_config(target) -> PreTrainedConfig:
+    """The config of a model folder of ours."""
     try:
-        config = AutoConfig.from_pretrained(target)
+        return AutoConfig.from_pretrained(target)
     except Exception as error:
         raise RetrofitError(f"{target} is not a model folder: {error}") from error
+
+
+def _target_config(target) -> KVMConfig:
+    config = read_config(target)
     if config.model_type != "kvm":
         raise RetrofitError(
             f"{target} is a {config.model_type} model, not a KVM model. Make one with `retrofit to-kvm`."

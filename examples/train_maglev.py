@@ -2,21 +2,25 @@
 
     python examples/train_maglev.py [--help]
 
-Three models of one size see the same tokens, a made-up recall task, for the same number of steps: a sliding-window
-decoder, the same with full attention in every other layer, and Maglev, whose loss is that of the deployed model, which
-reads its own memories. Writes `train-maglev.json` and `train-maglev.png` (to `benchmarks/results/train-maglev/` by
-default). A run that is finished is not repeated, and one that was interrupted goes on from its last checkpoint.
+Models of one size see the same tokens, a made-up recall task, for the same number of steps: a sliding-window decoder,
+the same with full attention in every other layer, and Maglev, whose loss is that of the deployed model, which reads its
+own memories. Trained as in the paper, on the prefiller's targets alone, it learns to read memories and not to keep them;
+self-feeding sweeps, up to more and more of them, teach it that. Both are shown.
+
+Writes `train-maglev.json` and `train-maglev.png` (to `benchmarks/results/train-maglev/` by default). A run that is
+finished is not repeated, and one that was interrupted goes on from its last checkpoint.
 """
 
 import hashlib
 import json
+import random
 import shlex
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import date
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Annotated
 
@@ -31,15 +35,22 @@ import typer
 from rich.console import Console
 from rich.table import Table
 from torch.utils.data import Dataset
-from transformers import TrainingArguments
+from transformers import TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 from maglev_hf import MaglevConfig, MaglevForCausalLM, MaglevForPreTraining, MaglevTrainer
 
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results" / "train-maglev"
 WORK = Path(tempfile.gettempdir()) / "train-maglev"
-LAYERS, WINDOW, LENGTH = 2, 4, 64
-REACH = LAYERS * (WINDOW - 1)  # tokens; what lies further back is out of the windows' reach
+BACKBONE = dict(
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    sliding_window=4,
+    initializer_range=0.1,  # the usual 0.02 is for wide models; here a memory would fade at once
+)
+REACH = BACKBONE["num_hidden_layers"] * (BACKBONE["sliding_window"] - 1)  # tokens that the windows can look back
 
 # Tokens: a filler, the values, `variable = value`, `variable?`.
 VARIABLES, VALUES, FILLER = 3, 4, 0
@@ -48,24 +59,48 @@ FIRST_QUESTION = FIRST_STATEMENT + VARIABLES * VALUES
 VOCABULARY = FIRST_QUESTION + VARIABLES
 STATED, ASKED = 0.06, 0.5  # shares of the tokens
 
-HELD_OUT, EVALUATIONS, BATCH = 256, 12, 32
+LENGTH, BATCH, HELD_OUT, EVALUATIONS = 64, 32, 256, 12
 PROBED_SEQUENCES, PROBED_TOKEN = 8, LENGTH // 2
 DISTANCES = [1, 4, REACH + 1, 13, 25, LENGTH]  # borders of the bins
-SLIDING, INTERLEAVED, MAGLEV = MODELS = ("sliding", "interleaved", "maglev")
-LABELS = {SLIDING: "sliding window", INTERLEAVED: "interleaved with full attention", MAGLEV: "Maglev"}
-COLOURS = {SLIDING: "#D55E00", INTERLEAVED: "#009E73", MAGLEV: "#0072B2"}  # Okabe and Ito
+TASK = {
+    "variables": VARIABLES,
+    "values": VALUES,
+    "share_of_statements": STATED,
+    "share_of_questions": ASKED,
+    "length": LENGTH,
+    "batch": BATCH,
+    "held_out_sequences": HELD_OUT,
+    "reach": REACH,
+    "distance_bins": [[first, end - 1] for first, end in pairwise(DISTANCES)],
+}
+
+SLIDING, INTERLEAVED, TARGETS_ONLY, MAGLEV = MODELS = ("sliding", "interleaved", "maglev-targets-only", "maglev")
+TWINS, MAGLEVS = MODELS[:2], MODELS[2:]
+LABELS = {
+    SLIDING: "sliding window",
+    INTERLEAVED: "interleaved with full attention",
+    TARGETS_ONLY: "Maglev, no sweeps",
+    MAGLEV: "Maglev",
+}
+# Okabe and Ito's, which the colour-blind can tell apart.
+COLOURS = {SLIDING: "#D55E00", INTERLEAVED: "#009E73", TARGETS_ONLY: "#CC79A7", MAGLEV: "#0072B2"}
 console = Console()
 
 
 @dataclass(frozen=True)
 class Settings:
-    steps: int = 600
+    steps: int = 800
     learning_rate: float = 4e-3
-    hidden_size: int = 64
-    self_feeding_sweeps: int = 3
-    consistency_weight: float = 0.1
+    sweeps: int = 12
+    consistency_weight: float | None = 0.1  # None: the paper's, which depends on the sharing
     share_prefiller: bool = False
     memory_injection: str = "kv"
+
+    def of(self, kind: str) -> "Settings":
+        """Those that one of the models depends on."""
+        if kind in TWINS:
+            return Settings(self.steps, self.learning_rate)
+        return self if kind == MAGLEV else replace(self, sweeps=0, consistency_weight=None)
 
 
 class Recall(Dataset):
@@ -102,17 +137,8 @@ class Recall(Dataset):
 
 def make_model(kind: str, settings: Settings, seed: int) -> MaglevForCausalLM:
     torch.manual_seed(seed)
-    backbone = dict(
-        vocab_size=VOCABULARY,
-        hidden_size=settings.hidden_size,
-        intermediate_size=2 * settings.hidden_size,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=2,
-        max_position_embeddings=LENGTH,
-        sliding_window=WINDOW,
-        initializer_range=0.1,  # the usual 0.02 is for wide models; here a memory would fade at once
-    )
-    if kind != MAGLEV:
+    backbone = dict(BACKBONE, vocab_size=VOCABULARY, max_position_embeddings=LENGTH)
+    if kind in TWINS:
         types = ["sliding_attention", "full_attention" if kind == INTERLEAVED else "sliding_attention"]
         return MaglevForCausalLM(MaglevConfig(**backbone, layer_types=types, memory_injection="none"))
     config = MaglevConfig(
@@ -120,7 +146,6 @@ def make_model(kind: str, settings: Settings, seed: int) -> MaglevForCausalLM:
         memory_injection=settings.memory_injection,
         share_prefiller=settings.share_prefiller,
         consistency_weight=settings.consistency_weight,
-        self_feeding_sweeps=settings.self_feeding_sweeps,
         rollout="sequential",  # exact, and on a CPU the faster one for so many short sequences
     )
     return MaglevForPreTraining(config)
@@ -152,10 +177,24 @@ class RecallTrainer(MaglevTrainer):
         return metrics
 
 
+class GrowingSweeps(TrainerCallback):
+    """How many sweeps a step of training makes: drawn from 0 to a limit, which grows to `sweeps` in the first four fifths
+    of the steps. First the decoder learns to read memories, then to keep them for ever more tokens. Steps without a
+    sweep keep memories and targets alike; a fixed number would be learned by heart."""
+
+    def __init__(self, sweeps: int):
+        self.sweeps = sweeps
+
+    def on_step_begin(self, args, state, control, model, **kwargs):
+        limit = round(self.sweeps * min(1, state.global_step / args.max_steps / 0.8))
+        # Of the step alone, so that a resumed run draws as one that was not interrupted.
+        model.config.self_feeding_sweeps = random.Random(f"{args.seed}, {state.global_step}").randint(0, limit)
+
+
 def accuracy_over_distance(data: Recall, right: torch.Tensor) -> list[float]:
     distance = data.distance[:, :-1][data.labels[:, 1:] != -100]
-    bins = pairwise(DISTANCES)
-    return [right[(distance >= first) & (distance < end)].double().mean().item() for first, end in bins]
+    bins = [(distance >= first) & (distance < end) for first, end in pairwise(DISTANCES)]
+    return [right[of_bin].double().mean().item() for of_bin in bins]
 
 
 def memory_gain(model: MaglevForPreTraining, data: Recall) -> list[float]:
@@ -174,8 +213,11 @@ def memory_gain(model: MaglevForPreTraining, data: Recall) -> list[float]:
     return torch.stack(gains).mean(0).tolist()
 
 
-def train(kind: str, seed: int, settings: Settings, folder: Path) -> dict:
+def train(kind: str, seed: int, settings: Settings, work: Path) -> dict:
     """One run, or what it found if it is finished already."""
+    settings = settings.of(kind)
+    digest = hashlib.sha256(json.dumps([BACKBONE, TASK, asdict(settings)]).encode()).hexdigest()[:8]
+    folder = work / f"{kind}-seed{seed}-{digest}"
     result = folder / "result.json"
     if result.exists():
         return json.loads(result.read_text())
@@ -198,7 +240,8 @@ def train(kind: str, seed: int, settings: Settings, folder: Path) -> dict:
         use_cpu=True,  # so that a seed gives the same numbers with and without a GPU
     )
     tokens = Recall(settings.steps * BATCH, seed)
-    trainer = RecallTrainer(model, arguments, train_dataset=tokens, eval_dataset=held_out)
+    callbacks = [GrowingSweeps(settings.sweeps)] if kind in MAGLEVS else []
+    trainer = RecallTrainer(model, arguments, train_dataset=tokens, eval_dataset=held_out, callbacks=callbacks)
     start = time.monotonic()
     trainer.train(resume_from_checkpoint=get_last_checkpoint(folder) if folder.exists() else None)
     found = {
@@ -209,7 +252,7 @@ def train(kind: str, seed: int, settings: Settings, folder: Path) -> dict:
     for way, rollout in rollouts(model).items():
         loss, right = answer(model, held_out, rollout)
         found[way] = {"loss": loss, "accuracy": accuracy_over_distance(held_out, right)}
-    if kind == MAGLEV:
+    if kind in MAGLEVS:
         found["gap"] = found["deployed"]["loss"] - found["teacher_forced"]["loss"]
         found["memory_gain_per_lag"] = memory_gain(model, held_out)
     result.write_text(json.dumps(found))
@@ -220,70 +263,57 @@ def count(module: torch.nn.Module | None) -> int:
     return 0 if module is None else sum(parameter.numel() for parameter in module.parameters())
 
 
-def folder_of(work: Path, kind: str, seed: int, settings: Settings) -> Path:
-    """Where a run is kept. The twins do not depend on what only Maglev has."""
-    if kind != MAGLEV:
-        settings = Settings(settings.steps, settings.learning_rate, settings.hidden_size)
-    digest = hashlib.sha256(json.dumps(asdict(settings)).encode()).hexdigest()[:8]
-    return work / f"{kind}-seed{seed}-{digest}"
-
-
-def share_closed(runs: dict[str, dict]) -> float:
-    """Of the difference between the twins, by the deployed Maglev."""
-    sliding, interleaved, maglev = (runs[kind]["deployed"]["loss"] for kind in MODELS)
+def share_closed(runs: dict[str, dict], kind: str) -> float:
+    """Of the difference between the twins, by a deployed Maglev."""
+    sliding, interleaved, maglev = (runs[name]["deployed"]["loss"] for name in (*TWINS, kind))
     return (sliding - maglev) / (sliding - interleaved)
 
 
 def draw(seeds: dict[str, dict], path: Path) -> None:
     figure, (curves, distances, gains) = plt.subplots(1, 3, figsize=(14, 4.2), layout="constrained")
-    middles = range(len(DISTANCES) - 1)
-    for runs in seeds.values():
-        label = runs is next(iter(seeds.values()))
-        for kind in MODELS:
-            for way, style in {"deployed": "-", "teacher_forced": ":"}.items():
-                if way not in runs[kind]:
-                    continue
-                name = LABELS[kind] + (f", {way.replace('_', ' ')}" if kind == MAGLEV else "")
-                look = dict(color=COLOURS[kind], linestyle=style, linewidth=1.2, label=name if label else None)
-                points = [
-                    (entry["step"], entry[f"eval_{way}"]) for entry in runs[kind]["log"] if f"eval_{way}" in entry
-                ]
-                curves.plot(*zip(*points), **look)
-                distances.plot(middles, runs[kind][way]["accuracy"], marker="o", markersize=3, **look)
-        gains.plot(runs[MAGLEV]["memory_gain_per_lag"], color=COLOURS[MAGLEV], marker="o", markersize=3, linewidth=1.2)
+    bins = [f"{first} to {last}" for first, last in TASK["distance_bins"]]
+    for (seed, runs), kind in product(seeds.items(), MODELS):
+        is_first, look = seed == next(iter(seeds)), dict(color=COLOURS[kind], linewidth=1.2)
+        for way, style in {"deployed": "-", "teacher_forced": ":"}.items():
+            if way in runs[kind]:
+                name = LABELS[kind] + (f", {way.replace('_', ' ')}" if kind in MAGLEVS else "")
+                look.update(linestyle=style, label=name if is_first else None)
+                entries = [entry for entry in runs[kind]["log"] if f"eval_{way}" in entry]
+                curves.plot(*zip(*((entry["step"], entry[f"eval_{way}"]) for entry in entries)), **look)
+                distances.plot(bins, runs[kind][way]["accuracy"], marker="o", markersize=3, **look)
+        if kind in MAGLEVS:
+            look.update(linestyle="-", label=LABELS[kind] if is_first else None)
+            gains.plot(runs[kind]["memory_gain_per_lag"], marker="o", markersize=3, **look)
     curves.set(xlabel="steps", ylabel="cross-entropy of answers (nats)", title="Held-out loss, a line per seed")
-    curves.set_ylim(bottom=0)
-    curves.legend(frameon=False, fontsize=8)
-    distances.axvline(DISTANCES.index(REACH + 1) - 0.5, color="0.6", linestyle="--")
-    distances.annotate(
-        f"windows reach {REACH} tokens", (DISTANCES.index(REACH + 1) - 0.55, 0.03), rotation=90, ha="right"
-    )
+    border = DISTANCES.index(REACH + 1) - 0.5
+    distances.axvline(border, color="0.6", linestyle="--")
+    distances.annotate(f"windows reach {REACH} tokens", (border - 0.05, 0.03), rotation=90, ha="right")
     distances.axhline(1 / VALUES, color="0.85", zorder=0)
-    ticks = [f"{first} to {end - 1}" for first, end in pairwise(DISTANCES)]
-    distances.set_xticks(middles, ticks)
     distances.set(xlabel="tokens since the statement", ylabel="share of right answers", ylim=(0, 1.03))
     distances.set_title("Accuracy over distance (grey: guessing)")
     gains.set(xlabel="tokens between, $t - s$", ylabel=r"spectral norm of $\partial$ memory$_t$ / $\partial$ fed$_s$")
-    gains.set_title("How much of a memory a token of Maglev passes on")
-    gains.set_ylim(bottom=0)
+    gains.set_title("How much of a memory a token passes on")
+    for axes in (curves, gains):
+        axes.set_ylim(bottom=0)
+        axes.legend(frameon=False, fontsize=8)
     figure.savefig(path, dpi=150)
     plt.close(figure)
 
 
 def print_table(seeds: dict[str, dict]) -> None:
-    table = Table(
-        "seed", "sliding", "interleaved", "Maglev, deployed", "teacher-forced", "gap", "closed", "far answers"
-    )
+    table = Table("seed", "model", "deployed", "teacher-forced", "gap", "closed", "far answers")
     for seed, runs in seeds.items():
-        losses = [runs[kind]["deployed"]["loss"] for kind in MODELS] + [runs[MAGLEV]["teacher_forced"]["loss"]]
-        far = f"{runs[MAGLEV]['deployed']['accuracy'][-1]:.0%}"
-        table.add_row(
-            seed, *(f"{loss:.3f}" for loss in losses), f"{runs[MAGLEV]['gap']:.3f}", f"{runs['closed']:.0%}", far
-        )
+        for kind in MODELS:
+            run = runs[kind]
+            row = [f"{run['deployed']['loss']:.3f}", "", "", ""]
+            if kind in MAGLEVS:
+                row[1:] = f"{run['teacher_forced']['loss']:.3f}", f"{run['gap']:.3f}", f"{run['closed']:.0%}"
+            table.add_row(seed, LABELS[kind], *row, f"{run['deployed']['accuracy'][-1]:.0%}")
+        table.add_section()
     console.print(table)
     console.print(
-        f"Losses in nats per answer. `closed`: how much of the twins' difference the deployed Maglev closes. `far answers`: "
-        f"right ones of Maglev {DISTANCES[-2]} and more tokens after the statement; the windows reach {REACH}."
+        f"Losses in nats per answer. `closed`: how much of the twins' difference the deployed model closes. `far answers`: "
+        f"right ones {DISTANCES[-2]} or more tokens after the statement; the windows reach {REACH}."
     )
 
 
@@ -296,8 +326,7 @@ def main(
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Of each model.")] = DEFAULTS.steps,
     learning_rate: Annotated[float, typer.Option(help="Of each model.")] = DEFAULTS.learning_rate,
-    hidden_size: Annotated[int, typer.Option(help="Of each model.")] = DEFAULTS.hidden_size,
-    sweeps: Annotated[int, typer.Option(min=0, help="Self-feeding sweeps.")] = DEFAULTS.self_feeding_sweeps,
+    sweeps: Annotated[int, typer.Option(min=0, help="Most self-feeding sweeps of a step.")] = DEFAULTS.sweeps,
     consistency_weight: Annotated[float, typer.Option(min=0)] = DEFAULTS.consistency_weight,
     share_prefiller: Annotated[bool, typer.Option(help="Shared or separate parameters.")] = DEFAULTS.share_prefiller,
     memory_injection: Annotated[str, typer.Option(help="kv, residual or cross_attention.")] = DEFAULTS.memory_injection,
@@ -306,36 +335,26 @@ def main(
         Path, typer.Option(help="Folder for checkpoints and finished runs; delete it to start over.")
     ] = WORK,
 ) -> None:
-    """Train Maglev and its two twins on recall beyond the windows, and compare them."""
+    """Train Maglev and its twins on recall beyond the windows, and compare them."""
     torch.set_num_threads(1)  # the models are too small for more
-    settings = Settings(
-        steps, learning_rate, hidden_size, sweeps, consistency_weight, share_prefiller, memory_injection
-    )
+    settings = Settings(steps, learning_rate, sweeps, consistency_weight, share_prefiller, memory_injection)
     found = {}
     for seed in seeds or [0, 1, 2]:
         runs = {}
         for kind in MODELS:
             console.print(f"seed {seed}: {LABELS[kind]}")
-            runs[kind] = train(kind, seed, settings, folder_of(work, kind, seed, settings))
-        found[str(seed)] = runs | {"closed": share_closed(runs)}
+            runs[kind] = {"settings": asdict(settings.of(kind)), **train(kind, seed, settings, work)}
+        for kind in MAGLEVS:
+            runs[kind]["closed"] = share_closed(runs, kind)
+        found[str(seed)] = runs
 
     output.mkdir(parents=True, exist_ok=True)
     facts = {
         "command": shlex.join(["python", "examples/train_maglev.py", *sys.argv[1:]]),
         "date": date.today().isoformat(),
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-        "settings": asdict(settings),
-        "task": {
-            "variables": VARIABLES,
-            "values": VALUES,
-            "length": LENGTH,
-            "window": WINDOW,
-            "layers": LAYERS,
-            "reach": REACH,
-            "batch": BATCH,
-            "held_out_sequences": HELD_OUT,
-            "distance_bins": [[first, end - 1] for first, end in pairwise(DISTANCES)],
-        },
+        "task": TASK,
+        "backbone": BACKBONE,
         "seeds": found,
     }
     (output / "train-maglev.json").write_text(json.dumps(facts, indent=1) + "\n")

@@ -358,6 +358,11 @@ class KVMPreTrainedModel(PreTrainedModel):
         config.validate()  # it may have been edited since it was made
         super().__init__(config, *args, **kwargs)
 
+    def _initialize_weights(self, module, is_custom_code: bool = False):
+        """Never as custom code, of which transformers passes over modules that have no parameters of their own.
+        `_init_weights` leaves alone what a checkpoint brought."""
+        super()._initialize_weights(module)
+
     @torch.no_grad()
     def _init_weights(self, module):
         """Also gives what a checkpoint lacks its neutral value: gates and temperatures 1, `state_norm` plain."""

@@ -196,7 +196,9 @@ class SequencesCache(DynamicCache):
                 layer.check_crop(tokens_to_remove)
             elif hasattr(layer, "sliding_window"):
                 _check_sliding_crop(layer, tokens_to_remove)
-        super().crop(tokens_to_remove)
+        for layer in self.layers:
+            if tokens_to_remove or getattr(layer, "record_past", True):  # transformers' refuses to remove nothing
+                layer.crop(tokens_to_remove)
         if tokens_to_remove and self.get_seq_length() == 0:
             self.reset()
 
@@ -235,15 +237,17 @@ class SequencesCache(DynamicCache):
         seen = {int(layer.get_seq_length()) for layer in self.layers}
         if len(seen) > 1 or any(getattr(layer, "unfinished", False) for layer in self.layers):
             raise ValueError("An earlier call with this cache failed half-way, so it cannot be saved.")
+        trimmed = copy.deepcopy(self)
+        trimmed.crop(0)
         layers, tensors = [], {}
-        for number, layer in enumerate(self.layers):
+        for number, layer in enumerate(trimmed.layers):
             facts = {name: getattr(layer, name) for name in SAVED if hasattr(layer, name)}
             if "cumulative_length" in facts:
                 facts["cumulative_length"] = int(facts["cumulative_length"])
             held = layer.tensors() if hasattr(layer, "tensors") else {"keys": layer.keys, "values": layer.values}
             held = {name: tensor for name, tensor in held.items() if tensor is not None}
             layers.append(facts | {"tensors": sorted(held)})
-            # Beams and views may share storage, which the format does not take.
+            # Views may share storage, which the format does not take.
             tensors |= {f"{number}.{name}": tensor.detach().clone().contiguous() for name, tensor in held.items()}
         facts = {"version": FILE_VERSION, "identity": self.identity, "layers": layers}
         os.makedirs(save_directory, exist_ok=True)

@@ -120,10 +120,6 @@ class MaglevMLP(nn.Module):
         return self.down_proj(self.act_fn(self.gate_proj(hidden)) * up if self.gated else F.relu(up).square())
 
 
-class MaglevGate(nn.Linear):
-    """How far channels are open, before `2 sigmoid`: 1 at zero weights, the initial value."""
-
-
 class MaglevMemory(nn.Module):
     """Keys and values of the memory that is fed to a token, and how much of them it takes (specification, section 1)."""
 
@@ -137,9 +133,9 @@ class MaglevMemory(nn.Module):
         # With cross-attention it weighs what every query head read; into keys and values, it is per channel of those.
         self.is_kv = config.memory_injection == "kv"
         if self.is_kv:
-            self.local_gate = MaglevGate(config.hidden_size, width, bias=False)
+            self.local_gate = nn.Linear(config.hidden_size, width, bias=False)
         gated = width if self.is_kv else config.num_attention_heads * config.head_dim
-        self.memory_gate = MaglevGate(config.hidden_size, gated, bias=False)
+        self.memory_gate = nn.Linear(config.hidden_size, gated, bias=False)
 
     def project(self, fed: torch.Tensor, position_embeddings) -> tuple[torch.Tensor, torch.Tensor]:
         """The memory `[B, T, d]` as keys and values `[B, G, T, D]`."""
@@ -167,7 +163,7 @@ class MaglevResidualMemory(nn.Module):
     def __init__(self, config: MaglevConfig):
         super().__init__()
         self.v_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
-        self.memory_gate = MaglevGate(config.hidden_size, config.hidden_size, bias=False)
+        self.memory_gate = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
 
     def forward(self, embeds: torch.Tensor, fed: torch.Tensor) -> torch.Tensor:
         return embeds + 2 * self.memory_gate(embeds).sigmoid() * self.v_proj(fed)
@@ -410,12 +406,19 @@ class MaglevPreTrainedModel(PreTrainedModel):
         config.validate()  # it may have been edited since it was made
         super().__init__(config, *args, **kwargs)
 
+    def _initialize_weights(self, module, is_custom_code: bool = False):
+        """Never as custom code, of which transformers passes over modules that have no parameters of their own.
+        `_init_weights` leaves alone what a checkpoint brought."""
+        super()._initialize_weights(module)
+
     @torch.no_grad()
     def _init_weights(self, module):
         """Also gives what a checkpoint lacks its neutral value: gates 1, residual scales as without them."""
         super()._init_weights(module)
-        if isinstance(module, MaglevGate):  # itself: transformers passes over modules without parameters of their own
-            init.zeros_(module.weight)
+        if isinstance(module, (MaglevMemory, MaglevResidualMemory)):
+            init.zeros_(module.memory_gate.weight)
+            if hasattr(module, "local_gate"):
+                init.zeros_(module.local_gate.weight)
         if isinstance(module, (MaglevModel, MaglevPrefiller)) and self.config.use_residual_scales:
             init.ones_(module.residual_scale)
             init.zeros_(module.embedding_scale)
@@ -915,7 +918,8 @@ class MaglevForPreTraining(MaglevForCausalLM):
         prefiller's targets, and so it does at `rollout="teacher_forced"`: the loss is then the cross-entropy plus
         `consistency_weight` times the distance between memories and targets (the mean over tokens of the root mean square
         over channels). Otherwise it is the cross-entropy of the deployed model, and the distance is only reported."""
-        if self.training and rollout is None and cache is None and past_key_values is None:
+        trains = self.training and (labels is not None or torch.is_grad_enabled())  # `generate()` does not
+        if trains and rollout is None and cache is None and past_key_values is None:
             rollout = "teacher_forced"
             use_cache = bool(use_cache)  # nobody continues a training batch
         outputs = self.model(

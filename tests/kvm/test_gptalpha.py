@@ -43,6 +43,17 @@ def test_settings_that_cannot_work_are_refused_by_name(fields, words):
         GPTAlphaConfig(**{**SHARED, **fields})
 
 
+@pytest.mark.parametrize("lambdas", [True, False])
+def test_a_new_model_starts_at_the_papers_values(lambdas):
+    """Also in blocks without parameters of their own, over which transformers passes in custom code."""
+    model = GPTAlphaForCausalLM(GPTAlphaConfig(**SHARED, block_lambdas=lambdas))
+    for layer in model.model.layers:
+        assert layer.self_attn.o_proj.weight.eq(0).all() and layer.mlp.down_proj.weight.eq(0).all()
+        assert layer.self_attn.shift_q[0] == 1 and layer.mlp.shift[0] == 1
+    gram = model.lm_head.weight.T @ model.lm_head.weight
+    assert (gram - 0.25 * torch.eye(len(gram))).abs().max() < 1e-5  # orthogonal, times a half
+
+
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("run", RUNS)
 def test_presets_are_the_papers_runs(run, size):

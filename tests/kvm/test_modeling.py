@@ -160,6 +160,15 @@ def test_a_checkpoint_without_our_parameters_gets_their_neutral_values(tmp_path)
             assert torch.equal(parameter, state[name])
 
 
+@pytest.mark.parametrize("temperatures", [True, False])
+def test_a_new_model_starts_at_the_neutral_values(temperatures):
+    """Also in layers that have no bare parameters, over which transformers passes in custom code."""
+    model = KVMForCausalLM(KVMConfig(**SMALL, rope_parameters=HALF, region_temperatures=temperatures))
+    for layer in model.model.layers:
+        assert layer.self_attn.merge_gate.weight.eq(0).all()
+        assert hasattr(layer.self_attn, "state_temperature") == temperatures
+
+
 @pytest.mark.parametrize("load", [{}, {"device_map": "auto"}, {"dtype": torch.bfloat16}], ids=str)
 @pytest.mark.parametrize("rope", ROPES, ids=lambda rope: rope["rope_type"])
 def test_every_buffer_survives_loading(tmp_path, load, rope):

@@ -431,5 +431,6 @@ def test_a_model_in_training_mode_generates_as_in_evaluation(trained, checkpoint
         one.train()
         if checkpointing:
             one.gradient_checkpointing_enable()
-        assert torch.equal(generate(one, ids, 3 * W), expected)
+        for use_cache in (True, False):  # without one too, as trainers set it, what is fed is the model's own memory
+            assert torch.equal(generate(one, ids, 3 * W, use_cache=use_cache), expected)
         assert one.training and one.config.use_cache

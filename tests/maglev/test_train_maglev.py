@@ -75,7 +75,7 @@ def test_an_interrupted_run_ends_as_if_it_had_not_been(example, tmp_path, monkey
     monkeypatch.setattr(example, "answer", interrupted)
     with pytest.raises(KeyboardInterrupt):
         example.train("maglev", 0, settings, tmp_path / "parts")
-    assert [path.name for path in (tmp_path / "parts").glob("checkpoint-*")] == ["checkpoint-1"]
+    assert [path.name for path in (tmp_path / "parts").glob("*/checkpoint-*")] == ["checkpoint-1"]
     resumed = example.train("maglev", 0, settings, tmp_path / "parts")
     assert resumed["deployed"] == whole["deployed"]
     assert resumed["memory_gain_per_lag"] == whole["memory_gain_per_lag"]
