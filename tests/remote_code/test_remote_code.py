@@ -19,7 +19,9 @@ from conversion import MaglevOptions, RetrofitOptions, convert
 from kvm_hf import KVMForSequenceClassification
 from maglev_hf import MaglevForPreTraining
 
-MAGLEV_FILES = {f"{part}_maglev.py" for part in ("configuration", "modeling", "cache", "layer", "padding", "rollout")}
+MAGLEV_FILES = {
+    f"{part}_maglev.py" for part in ("inputs", "configuration", "modeling", "cache", "layer", "padding", "rollout")
+}
 
 # Hides our packages from the process, however they are installed.
 PREAMBLE = """

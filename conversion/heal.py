@@ -1,0 +1,684 @@
+"""`retrofit heal`: a short training run that wins back what a KVM model lost against the checkpoint it was made from.
+
+The recipe follows RADLADS (arXiv 2505.03005). First each converted layer's attention learns to give, on the teacher's own
+hidden states, the teacher's output (`transfer`); then the model learns the teacher's distribution of the next token, at
+lengths well beyond the window (`distill`). The teacher is the source with full attention: a second tree of modules over the
+student's own tensors wherever these are frozen, so that together they take the memory of about one model.
+"""
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+import transformers
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from kvm_hf import KVMConfig, KVMForCausalLM
+
+from .card import command_of, write_card
+from .errors import RetrofitError
+from .execute import check_target, keep_files, make_tensor
+from .plan import RetrofitOptions, RetrofitPlan, full_config, kvm_layers, target_tensors
+from .source import Source, files_around, open_source, read_headers
+from .texts import Pieces, read_pieces
+from .verification import find_device, read_config
+
+STATE_FILE, REPORT_FILE, PLOT_FILE = "heal.pt", "heal.json", "heal.png"
+# Results about another model than the one that is written.
+OWN_REPORTS = (REPORT_FILE, PLOT_FILE, "verify.json", "verify.png")
+TRANSFER, DISTILL = "attention transfer", "distillation"
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+# What a KVM layer has that the teacher's attention has not.
+NEW_PARAMETERS = ("state_temperature", "window_temperature", "merge_gate.", "state_norm.")
+# Positions whose logits are in memory at once.
+POSITIONS = 256
+# Options that change neither the data nor (but for rounding) the losses, so that a run may be continued with others.
+FREE_OPTIONS = ("save_every", "gradient_checkpointing", "device")
+# What the teacher's config and the target's must agree on.
+ARCHITECTURE = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_act",
+    "rms_norm_eps",
+    "rope_parameters",
+    "attention_bias",
+    "mlp_bias",
+    "use_qk_norm",
+    "no_rope_layers",
+)
+
+
+@dataclass(frozen=True)
+class HealOptions:
+    """The choices of `heal`; the command line has the same names.
+
+    Attributes:
+        length: tokens per piece of text; must exceed the window.
+        transfer_steps, steps: optimizer steps of attention transfer and of distillation.
+        batch_size: pieces of text at once.
+        accumulate: batches per step, one after the other.
+        train: `"lora"` (corrections of low rank to q, k, v and o of the converted layers, merged at the end) or `"full"`
+            (in the transfer the attention of the converted layers, then everything).
+        rank: of the corrections.
+        transfer_lr, lr: peak learning rates of LoRA or the weights in the two stages.
+        new_lr: that of the parameters that only KVM layers have, in both.
+        cross_entropy: weight in the distillation's loss of the cross-entropy beyond the window.
+        held_out: pieces that are not trained on, to measure before and after.
+        seed: of LoRA's initial values and the order of the pieces.
+        save_every: steps after which a killed run can be continued.
+        gradient_checkpointing: computes each layer twice, in much less memory.
+        dtype: `"float32"`, or `"bfloat16"` for autocast to it; weights and losses are float32 in either case.
+        device: `"auto"` is a GPU if there is one.
+
+    Raises:
+        RetrofitError: by name, for a value that cannot be.
+    """
+
+    length: int = 1536
+    transfer_steps: int = 20
+    steps: int = 100
+    batch_size: int = 1
+    accumulate: int = 1
+    train: str = "lora"
+    rank: int = 16
+    transfer_lr: float = 2e-3
+    lr: float = 1e-3
+    new_lr: float = 1e-2
+    cross_entropy: float = 0.0
+    held_out: int = 2
+    seed: int = 0
+    save_every: int = 10
+    gradient_checkpointing: bool = False
+    dtype: str = "float32"
+    device: str = "auto"
+
+    def __post_init__(self):
+        least = {"transfer_steps": 0, "seed": 0}
+        for name in (
+            "length",
+            "transfer_steps",
+            "steps",
+            "batch_size",
+            "accumulate",
+            "rank",
+            "held_out",
+            "seed",
+            "save_every",
+        ):
+            if getattr(self, name) < least.get(name, 1):
+                raise RetrofitError(f"{_flag(name)} must be {least.get(name, 1)} or more, got {getattr(self, name)}.")
+        for name in ("transfer_lr", "lr", "new_lr"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise RetrofitError(f"{_flag(name)} must be positive, got {getattr(self, name)}.")
+        if not 0 <= self.cross_entropy < math.inf:
+            raise RetrofitError(f"`--cross-entropy` must be 0 or more, got {self.cross_entropy}.")
+        for name, known in (("train", ("lora", "full")), ("dtype", ("float32", "bfloat16"))):
+            if getattr(self, name) not in known:
+                raise RetrofitError(f"{_flag(name)} {getattr(self, name)!r} is not known; use {' or '.join(known)}.")
+
+
+def heal(
+    target: str | Path,
+    teacher: str | Path,
+    texts: list[Path],
+    output: str | Path | None = None,
+    options: HealOptions = HealOptions(),
+    *,
+    command: str | None = None,
+    on_step: Callable[[int, int, str], None] = lambda done, total, what: None,
+) -> dict:
+    """Trains the KVM model `target` to do what its source `teacher` does; writes a folder like `target`, which stays as it is.
+
+    All work happens in `OUTPUT.incomplete`. An interrupted run leaves that folder; the same call again goes on from there,
+    with the losses that it would have had.
+
+    Args:
+        target: folder that `retrofit to-kvm` made.
+        teacher: the checkpoint that it was made from: local folder, hub id, or GGUF file.
+        texts: plain text, jsonl or parquet files.
+        output: folder that does not exist yet or is empty; default: `target` with `-healed` behind its name.
+        command: what the user typed, for the model card.
+        on_step: called with the steps done, their number, and what is done now with its last loss.
+
+    Returns:
+        What `heal.json` in the output holds.
+
+    Raises:
+        RetrofitError: before any training if the models do not belong together, or the text or the output will not do.
+    """
+    target = Path(target).resolve()
+    output = Path(output).resolve() if output is not None else target.with_name(target.name + "-healed")
+    config = _target_config(target)
+    _check_length(options.length, config)
+    check_target(output)
+    work = output.with_name(output.name + ".incomplete")
+    if work.exists() and not (work / STATE_FILE).is_file():
+        raise RetrofitError(
+            f"{work}, where the work would be done, exists and is not ours. Move it, or choose another output."
+        )
+    device = find_device(options.device)
+    with open_source(teacher, output, check=lambda source_config: _check_teacher(source_config, config)) as source:
+        pieces = read_pieces(AutoTokenizer.from_pretrained(target), texts, options.length, options.held_out)
+        student = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32, device_map=device)
+        teacher_model = make_teacher(source, student, shares=options.train == "lora")
+        identity = {
+            "target": [str(target), *_files(target.glob("*.safetensors"))],
+            "teacher": _files(source.weight_files),
+            "text": pieces.fingerprint(),
+            **{name: value for name, value in asdict(options).items() if name not in FREE_OPTIONS},
+        }
+        run = Healing(student, teacher_model, pieces, options)
+        run.resume(work, identity)
+        run.train(on_step)
+        command = (
+            command or f"conversion.heal({str(target)!r}, {str(teacher)!r}, {texts!r}, {str(output)!r}, {options!r})"
+        )
+        report = _report(run, target, teacher, command)
+        _write_folder(run, source, target, work, report)
+    if output.exists():
+        output.rmdir()
+    os.rename(work, output)
+    (output / STATE_FILE).unlink()  # only now: until it has its name the folder must be known as ours
+    return report
+
+
+class LoRALinear(nn.Module):
+    """A frozen linear map and a trained correction of low rank, which is zero at first."""
+
+    def __init__(self, base: nn.Linear, rank: int):
+        super().__init__()
+        self.base = base
+        # Drawn on the CPU, so that a seed means the same everywhere.
+        down = torch.empty(rank, base.in_features)
+        nn.init.kaiming_uniform_(down, a=math.sqrt(5))
+        self.down = nn.Parameter(down.to(base.weight.device))
+        self.up = nn.Parameter(torch.zeros(base.out_features, rank, device=base.weight.device))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.base(hidden) + F.linear(F.linear(hidden, self.down), self.up)
+
+    @torch.no_grad()
+    def merged(self) -> nn.Linear:
+        """The sum as one linear map. The base's weight, which a teacher may read, stays as it is."""
+        self.base.weight = nn.Parameter(self.base.weight + self.up @ self.down)
+        return self.base
+
+
+def make_teacher(source: Source, student: KVMForCausalLM, shares: bool) -> KVMForCausalLM:
+    """The source with its own attention, frozen.
+
+    Args:
+        shares: whether it may use the student's tensors where they are equal; those must not be trained then.
+    """
+    config = full_config(source.config)
+    config.dtype, config.tie_word_embeddings = torch.float32, student.config.tie_word_embeddings
+    own, weights = dict(student.named_parameters()), {}
+    for tensor in target_tensors(RetrofitPlan, source, config, keeps_dtypes=False):
+        weight, held = make_tensor(source, tensor), own[tensor.name].detach()
+        if tensor.name == "model.embed_tokens.weight":
+            _check_origin(weight, held)
+        weight = weight.to(held.device)
+        weights[tensor.name] = held if shares and torch.equal(weight, held) else weight
+    with torch.device("meta"):
+        teacher = KVMForCausalLM(config)
+    if config.tie_word_embeddings:
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    teacher.load_state_dict(weights, assign=True)
+    teacher.tie_weights()
+    teacher.model.rotary_emb = student.model.rotary_emb  # its buffers are in no checkpoint
+    return teacher.requires_grad_(False).eval()
+
+
+class Healing:
+    """A student, its teacher, and how far the training is.
+
+    Attributes:
+        step: of both stages together.
+        log: per step its stage, loss and seconds.
+        before, after: losses on the held-out pieces.
+    """
+
+    def __init__(self, student: KVMForCausalLM, teacher: KVMForCausalLM, pieces: Pieces, options: HealOptions):
+        self.student, self.teacher, self.pieces, self.options = student, teacher, pieces, options
+        self.config: KVMConfig = student.config
+        self.step, self.log, self.before, self.after = 0, [], None, None
+        self.work, self.identity, self.optimizer, self.kept_optimizer = None, None, None, None
+        torch.manual_seed(options.seed)
+        student.requires_grad_(False)
+        if options.train == "lora":
+            for layer in self._attentions():
+                for name in PROJECTIONS:
+                    setattr(layer, name, LoRALinear(getattr(layer, name), options.rank))
+        if options.gradient_checkpointing:
+            student.gradient_checkpointing_enable()
+        self.trained = self._trained(DISTILL)
+
+    def train(self, on_step: Callable[[int, int, str], None]) -> None:
+        """Both stages, from wherever the run is, then the measurement afterwards."""
+        options = self.options
+        total = options.transfer_steps + options.steps
+        if self.before is None:
+            on_step(self.step, total, "measuring")
+            self.before = self.measure()
+            self.save()
+        consistent = True  # whether parameters, optimizer and step belong together
+        try:
+            for stage, first, last in (
+                (TRANSFER, 0, options.transfer_steps),
+                (DISTILL, options.transfer_steps, total),
+            ):
+                if self.step >= last:
+                    continue
+                self._prepare(stage)
+                while self.step < last:
+                    start = time.monotonic()
+                    self._set_rates(_schedule(self.step - first, last - first))
+                    self.optimizer.zero_grad()
+                    loss = self._accumulate(stage)
+                    consistent = False
+                    nn.utils.clip_grad_norm_(
+                        [part for group in self.optimizer.param_groups for part in group["params"]], 1.0
+                    )
+                    self.optimizer.step()
+                    self.step += 1
+                    self.log.append({"stage": stage, "loss": loss, "seconds": round(time.monotonic() - start, 3)})
+                    consistent = True
+                    on_step(self.step, total, f"{stage}, loss {loss:.4f}")
+                    if self.step % options.save_every == 0:
+                        self.save()
+        except KeyboardInterrupt:
+            if consistent:
+                self.save()
+            raise
+        self.save()
+        on_step(self.step, total, "measuring")
+        self.after = self.measure()
+
+    def _attentions(self) -> list[nn.Module]:
+        return [self.student.model.layers[index].self_attn for index in kvm_layers(self.config)]
+
+    def _trained(self, stage: str) -> dict[str, nn.Parameter]:
+        """The parameters that a stage trains, by name."""
+        converted = tuple(f"model.layers.{index}.self_attn." for index in kvm_layers(self.config))
+        trained = {}
+        for name, parameter in self.student.named_parameters():
+            if self.options.train == "full":
+                wanted = stage == DISTILL or name.startswith(converted)
+            else:
+                wanted = _is_new(name) or name.endswith((".down", ".up"))
+            if wanted:
+                trained[name] = parameter
+        return trained
+
+    def _prepare(self, stage: str) -> None:
+        """An optimizer for the stage; where the run was interrupted within it, as it was then."""
+        trained = self._trained(stage)
+        self.student.requires_grad_(False).train()
+        new, rest = [], []
+        for name, parameter in trained.items():
+            parameter.requires_grad_(True)
+            (new if _is_new(name) else rest).append(parameter)
+        rate = self.options.transfer_lr if stage == TRANSFER else self.options.lr
+        groups = [{"params": new, "peak": self.options.new_lr}, {"params": rest, "peak": rate}]
+        optimizer = torch.optim.AdamW(
+            [group for group in groups if group["params"]], betas=(0.9, 0.95), weight_decay=0.0
+        )
+        if self.kept_optimizer is not None and self.step not in (0, self.options.transfer_steps):
+            optimizer.load_state_dict(self.kept_optimizer)
+        self.optimizer, self.kept_optimizer = optimizer, None
+
+    def _set_rates(self, share: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["peak"] * share
+
+    def _accumulate(self, stage: str) -> float:
+        """Gradients of one step; its loss."""
+        options, loss = self.options, 0.0
+        torch.manual_seed(options.seed + self.step)  # of dropout: it too is the same after an interruption
+        for part in range(options.accumulate):
+            ids = self.pieces.batch(self.step * options.accumulate + part, options.batch_size, options.seed)
+            ids = ids.to(self.student.device)
+            with self._precision():
+                if stage == TRANSFER:
+                    loss += transfer(self.student, self.teacher, ids, 1 / options.accumulate)
+                else:
+                    loss += distill(self.student, self.teacher, ids, options.cross_entropy, 1 / options.accumulate)
+        return loss
+
+    def _precision(self):
+        if self.options.dtype == "float32":
+            return nullcontext()
+        return torch.autocast(self.student.device.type, torch.bfloat16)
+
+    @torch.no_grad()
+    def measure(self) -> dict[str, float]:
+        """On the held-out pieces, beyond the window: the divergence from the teacher, and the loss of both."""
+        self.student.eval()
+        first = self.config.window_size
+        sums, tokens = torch.zeros(3, dtype=torch.float64), 0
+        for piece in self.pieces.held_out[:, None]:
+            ids = piece.to(self.student.device)
+            with self._precision():
+                hidden = [model.model(ids, use_cache=False).last_hidden_state for model in (self.student, self.teacher)]
+            for start in range(first, ids.shape[1] - 1, POSITIONS):
+                part = slice(start, min(start + POSITIONS, ids.shape[1] - 1))
+                logits, wanted = _logits(self.student, hidden[0][:, part]), _logits(self.teacher, hidden[1][:, part])
+                labels = ids[:, part.start + 1 : part.stop + 1]
+                sums += torch.stack(
+                    [_divergence(logits, wanted), _cross_entropy(logits, labels), _cross_entropy(wanted, labels)]
+                ).cpu()
+                tokens += labels.numel()
+        divergence, loss, teacher_loss = (sums / tokens).tolist()
+        return {"divergence": divergence, "loss": loss, "teacher_loss": teacher_loss}
+
+    def resume(self, work: Path, identity: dict) -> None:
+        """Goes on from what an interrupted run left in `work`, or begins there.
+
+        Raises:
+            RetrofitError: it was another run.
+        """
+        self.work, self.identity = work, json.loads(json.dumps(identity))
+        if not work.exists():
+            return
+        kept = torch.load(work / STATE_FILE, map_location="cpu", weights_only=True)
+        differing = [name for name in self.identity if kept["identity"].get(name) != self.identity[name]]
+        if differing:
+            listed = ", ".join(f"{name} ({kept['identity'].get(name)!r} there)" for name in differing)
+            raise RetrofitError(
+                f"{work} holds step {kept['step']} of a run that differs in: {listed}. Run that command again to finish it, "
+                "or remove the folder."
+            )
+        with torch.no_grad():
+            for name, parameter in self.trained.items():
+                parameter.copy_(kept["trained"][name])
+        self.step, self.log, self.before = kept["step"], kept["log"], kept["before"]
+        self.kept_optimizer = kept["optimizer"]
+
+    def save(self) -> None:
+        """Everything that `resume` needs, in one file, which is replaced as a whole."""
+        self.work.mkdir(parents=True, exist_ok=True)
+        unfinished = self.work / (STATE_FILE + ".tmp")
+        torch.save(
+            {
+                "identity": self.identity,
+                "step": self.step,
+                "trained": {name: parameter.detach() for name, parameter in self.trained.items()},
+                "optimizer": self.kept_optimizer if self.optimizer is None else self.optimizer.state_dict(),
+                "log": self.log,
+                "before": self.before,
+            },
+            unfinished,
+        )
+        unfinished.replace(self.work / STATE_FILE)
+
+    def merge(self) -> KVMForCausalLM:
+        """The student as an ordinary model."""
+        for layer in self._attentions():
+            for name in PROJECTIONS:
+                projection = getattr(layer, name)
+                if isinstance(projection, LoRALinear):
+                    setattr(layer, name, projection.merged())
+        return self.student.eval()
+
+
+def transfer(student: KVMForCausalLM, teacher: KVMForCausalLM, ids: torch.Tensor, share: float) -> float:
+    """Attention transfer on `[B, T]` ids: the mean squared difference of each converted layer's attention output from the
+    teacher's, on the teacher's own hidden states, over the variance of the teacher's; the mean over layers.
+
+    Each layer's gradient is taken as soon as the teacher has passed it, so that no more than one layer is in memory.
+
+    Args:
+        share: of the loss in the gradients.
+    """
+    layers, losses = kvm_layers(student.config), []
+
+    def compare(index: int):
+        def hook(module, args, kwargs, output):
+            wanted = output[0].float()
+            with torch.enable_grad():
+                found = student.model.layers[index].self_attn(*args, **kwargs)[0].float()
+                loss = (found - wanted).pow(2).mean() / wanted.var()
+                (loss * share / len(layers)).backward()
+            losses.append(loss.item())
+
+        return hook
+
+    hooks = [
+        teacher.model.layers[index].self_attn.register_forward_hook(compare(index), with_kwargs=True)
+        for index in layers
+    ]
+    try:
+        with torch.no_grad():
+            teacher.model(ids, use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return share * sum(losses) / len(layers)
+
+
+def distill(
+    student: KVMForCausalLM, teacher: KVMForCausalLM, ids: torch.Tensor, cross_entropy: float, share: float
+) -> float:
+    """Distillation on `[B, T]` ids: the divergence KL(teacher || student) of the next token, the mean over all positions,
+    and `cross_entropy` times the mean loss on the text itself beyond the window.
+
+    Logits are made for a few positions at a time, and their gradients with them.
+
+    Args:
+        share: of the loss in the gradients.
+    """
+    batch, length = ids.shape
+    window = student.config.window_size
+    with torch.no_grad():
+        wanted = teacher.model(ids, use_cache=False).last_hidden_state
+    hidden = student.model(ids, use_cache=False).last_hidden_state
+    leaf, total = hidden.detach().requires_grad_(), 0.0
+    for start in range(0, length, POSITIONS):
+        part = slice(start, start + POSITIONS)
+        logits = _logits(student, leaf[:, part])
+        with torch.no_grad():
+            wanted_logits = _logits(teacher, wanted[:, part])
+        loss = _divergence(logits, wanted_logits) / (batch * length)
+        if cross_entropy:
+            labels = ids[:, start + 1 : start + POSITIONS + 1]
+            skipped = min(max(window - start, 0), labels.shape[1])
+            text_loss = _cross_entropy(logits[:, skipped : labels.shape[1]], labels[:, skipped:])
+            loss = loss + cross_entropy * text_loss / (batch * (length - 1 - window))
+        (loss * share).backward()
+        total += loss.item()
+    hidden.backward(leaf.grad)
+    return share * total
+
+
+def _logits(model: KVMForCausalLM, hidden: torch.Tensor) -> torch.Tensor:
+    """In float32 also under autocast: rounded logits would make a divergence of their own."""
+    with torch.autocast(hidden.device.type, enabled=False):
+        return model.compute_logits(hidden.float())
+
+
+def _divergence(logits: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    return F.kl_div(logits.log_softmax(-1), wanted.log_softmax(-1), log_target=True, reduction="sum")
+
+
+def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+def _schedule(step: int, steps: int) -> float:
+    """Share of the peak learning rate: up over the first tenth of a stage, then down along a cosine to a twentieth."""
+    warm = max(1, steps // 10)
+    if step < warm:
+        return (step + 1) / warm
+    return 0.05 + 0.95 * (1 + math.cos(math.pi * (step - warm) / max(1, steps - warm))) / 2
+
+
+def _is_new(name: str) -> bool:
+    return any(f".self_attn.{part}" in name for part in NEW_PARAMETERS)
+
+
+def _flag(name: str) -> str:
+    return f"`--{name.replace('_', '-')}`"
+
+
+def _files(paths) -> list:
+    return [[str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns] for path in sorted(paths)]
+
+
+def _target_config(target: Path) -> KVMConfig:
+    config = read_config(target)
+    if config.model_type == "maglev":
+        raise RetrofitError(
+            f"{target} is a Maglev model, and `heal` takes KVM models only for now: train it with MaglevTrainer."
+        )
+    if config.model_type != "kvm":
+        raise RetrofitError(f"{target} is a {config.model_type} model; `heal` takes what `retrofit to-kvm` made.")
+    if not kvm_layers(config):
+        raise RetrofitError(f"{target} has no `kvm_attention` layer, so there is nothing to heal.")
+    return config
+
+
+def _check_length(length: int, config: KVMConfig) -> None:
+    if length <= config.window_size + 1:
+        raise RetrofitError(
+            f"`--length {length}` does not reach beyond the window of {config.window_size} tokens, within which the models are "
+            f"equal. Use {2 * config.window_size} or more."
+        )
+    if length > config.max_position_embeddings:
+        raise RetrofitError(
+            f"`--length {length}` is more than the teacher's {config.max_position_embeddings} positions; use at most these."
+        )
+
+
+def _check_teacher(source_config, config: KVMConfig) -> None:
+    """Whether the student could have been made from such a model."""
+    teacher = full_config(source_config)
+    for name in ARCHITECTURE:
+        if getattr(teacher, name) != getattr(config, name):
+            raise RetrofitError(
+                f"The target was not made from this teacher: `{name}` is {getattr(teacher, name)} in the teacher "
+                f"({source_config.model_type}) and {getattr(config, name)} in the target. Give the checkpoint that "
+                "`retrofit to-kvm` was run on."
+            )
+
+
+def _check_origin(weight: torch.Tensor, held: torch.Tensor) -> None:
+    """Embeddings tell whether two models of one shape have to do with each other; rounding and training move them little."""
+    difference = (weight.to(held.device) - held).norm() / weight.norm()
+    if difference > 0.1:
+        raise RetrofitError(
+            f"The target was not made from this teacher: their embeddings differ by {100 * difference:.0f} %. Give the "
+            "checkpoint that `retrofit to-kvm` was run on."
+        )
+
+
+def _report(run: Healing, target: Path, teacher: str | Path, command: str) -> dict:
+    return {
+        "target": target.name,
+        "teacher": Path(teacher).name if Path(teacher).exists() else str(teacher),
+        "command": command,
+        "options": asdict(run.options),
+        "window": run.config.window_size,
+        "text": {
+            "tokens": {Path(name).name: count for name, count in run.pieces.tokens.items()},
+            "pieces": len(run.pieces.train),
+            "held_out": len(run.pieces.held_out),
+        },
+        "trained_parameters": sum(parameter.numel() for parameter in run.trained.values()),
+        "before": run.before,
+        "after": run.after,
+        "seconds": round(sum(entry["seconds"] for entry in run.log)),
+        "versions": {"transformers": transformers.__version__, "torch": torch.__version__},
+        "log": run.log,
+    }
+
+
+def _write_folder(run: Healing, source: Source, target: Path, work: Path, report: dict) -> None:
+    model, stored = run.merge(), read_headers(target)
+    for name, parameter in model.named_parameters():
+        parameter.data = parameter.data.to(stored[name].dtype)
+    model.save_pretrained(work)  # with the code
+    keep_files([path for path in files_around(target) if path.name not in OWN_REPORTS], target, work)
+    (work / REPORT_FILE).write_text(json.dumps(report, indent=2) + "\n")
+    plot(report, work / PLOT_FILE)
+    plan = RetrofitPlan(source, RetrofitOptions(), model.config, {})
+    write_card(plan, work, "\n".join([*command_of(target), report["command"]]), healing=_facts(report))
+
+
+def _facts(report: dict) -> dict:
+    """What the card says about the healing."""
+    options, before, after = report["options"], report["before"], report["after"]
+    pieces = options["batch_size"] * options["accumulate"]
+    steps = [
+        f"{count} steps of {name}"
+        for name, count in ((TRANSFER, options["transfer_steps"]), (DISTILL, options["steps"]))
+        if count
+    ]
+    trained = (
+        "all weights" if options["train"] == "full" else f"LoRA of rank {options['rank']} on q, k, v and o, merged"
+    )
+    return {
+        "steps": " and ".join(steps),
+        "seen": pieces * options["length"] * (options["transfer_steps"] + options["steps"]),
+        "length": options["length"],
+        "trained": trained,
+        "texts": ", ".join(f"{name} ({count} tokens)" for name, count in report["text"]["tokens"].items()),
+        "held_out": f"{report['text']['held_out']} pieces of {options['length']} tokens",
+        "cross_entropy": options["cross_entropy"],
+        "before": before,
+        "after": after,
+    }
+
+
+def print_healing(report: dict, out: Console) -> None:
+    """Before and after as a table."""
+    before, after = report["before"], report["after"]
+    table = Table("On held-out text, beyond the window", "before", "after", "teacher")
+    table.add_row("loss", f"{before['loss']:.4f}", f"{after['loss']:.4f}", f"{after['teacher_loss']:.4f}")
+    table.add_row("divergence from the teacher", f"{before['divergence']:.4f}", f"{after['divergence']:.4f}", "0")
+    out.print(table)
+
+
+def plot(report: dict, path: Path) -> None:
+    """The losses of both stages over their steps."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    stages = [name for name in (TRANSFER, DISTILL) if any(entry["stage"] == name for entry in report["log"])]
+    figure, axes = plt.subplots(1, len(stages), figsize=(6.5 * len(stages), 4.2), layout="constrained", squeeze=False)
+    figure.suptitle(f"Healing {report['target']}")
+    for axis, stage in zip(axes[0], stages):
+        losses = [entry["loss"] for entry in report["log"] if entry["stage"] == stage]
+        smooth = [sum(losses[max(0, i - 9) : i + 1]) / min(i + 1, 10) for i in range(len(losses))]
+        axis.plot(range(1, len(losses) + 1), losses, color="tab:gray", linewidth=0.8, label="each step, its own text")
+        axis.plot(range(1, len(losses) + 1), smooth, color="tab:blue", linewidth=2, label="mean of 10 steps")
+        axis.set(title=stage.capitalize(), xlabel="step", yscale="log")
+    axes[0][0].set_ylabel("loss")
+    if DISTILL in stages:
+        for name, style in (("before", ":"), ("after", "--")):
+            axes[0][-1].axhline(
+                report[name]["divergence"],
+                color="tab:red",
+                linestyle=style,
+                label=f"held out, beyond the window, {name}",
+            )
+    for axis in axes[0]:
+        axis.legend()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
