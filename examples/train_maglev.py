@@ -52,7 +52,7 @@ BACKBONE = dict(
 )
 REACH = BACKBONE["num_hidden_layers"] * (BACKBONE["sliding_window"] - 1)  # tokens that the windows can look back
 
-# Tokens: a filler, the values, `variable = value`, `variable?`.
+# Tokens: a filler, the values (answers only), `variable = value`, `variable?`.
 VARIABLES, VALUES, FILLER = 3, 4, 0
 FIRST_STATEMENT = 1 + VALUES
 FIRST_QUESTION = FIRST_STATEMENT + VARIABLES * VALUES
@@ -92,15 +92,16 @@ class Settings:
     steps: int = 800
     learning_rate: float = 4e-3
     sweeps: int = 12
-    consistency_weight: float | None = 0.1  # None: the paper's, which depends on the sharing
+    consistency_weight: float = 0.1
     share_prefiller: bool = False
     memory_injection: str = "kv"
 
     def of(self, kind: str) -> "Settings":
-        """Those that one of the models depends on."""
         if kind in TWINS:
-            return Settings(self.steps, self.learning_rate)
-        return self if kind == MAGLEV else replace(self, sweeps=0, consistency_weight=None)
+            return replace(self, sweeps=0, consistency_weight=0.0, share_prefiller=False, memory_injection="none")
+        if kind == TARGETS_ONLY:  # as in the paper
+            return replace(self, sweeps=0, consistency_weight=0.1 if self.share_prefiller else 1.0)
+        return self
 
 
 class Recall(Dataset):
@@ -137,18 +138,17 @@ class Recall(Dataset):
 
 def make_model(kind: str, settings: Settings, seed: int) -> MaglevForCausalLM:
     torch.manual_seed(seed)
-    backbone = dict(BACKBONE, vocab_size=VOCABULARY, max_position_embeddings=LENGTH)
-    if kind in TWINS:
-        types = ["sliding_attention", "full_attention" if kind == INTERLEAVED else "sliding_attention"]
-        return MaglevForCausalLM(MaglevConfig(**backbone, layer_types=types, memory_injection="none"))
     config = MaglevConfig(
-        **backbone,
+        **BACKBONE,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=LENGTH,
+        layer_types=["sliding_attention", "full_attention" if kind == INTERLEAVED else "sliding_attention"],
         memory_injection=settings.memory_injection,
         share_prefiller=settings.share_prefiller,
         consistency_weight=settings.consistency_weight,
         rollout="sequential",  # exact, and on a CPU the faster one for so many short sequences
     )
-    return MaglevForPreTraining(config)
+    return (MaglevForCausalLM if kind in TWINS else MaglevForPreTraining)(config)
 
 
 def rollouts(model: MaglevForCausalLM) -> dict[str, str]:
@@ -270,7 +270,7 @@ def share_closed(runs: dict[str, dict], kind: str) -> float:
 
 
 def draw(seeds: dict[str, dict], path: Path) -> None:
-    figure, (curves, distances, gains) = plt.subplots(1, 3, figsize=(14, 4.2), layout="constrained")
+    figure, (curves, distances, gains) = plt.subplots(1, 3, figsize=(14, 4.6), layout="constrained")
     bins = [f"{first} to {last}" for first, last in TASK["distance_bins"]]
     for (seed, runs), kind in product(seeds.items(), MODELS):
         is_first, look = seed == next(iter(seeds)), dict(color=COLOURS[kind], linewidth=1.2)
@@ -282,8 +282,7 @@ def draw(seeds: dict[str, dict], path: Path) -> None:
                 curves.plot(*zip(*((entry["step"], entry[f"eval_{way}"]) for entry in entries)), **look)
                 distances.plot(bins, runs[kind][way]["accuracy"], marker="o", markersize=3, **look)
         if kind in MAGLEVS:
-            look.update(linestyle="-", label=LABELS[kind] if is_first else None)
-            gains.plot(runs[kind]["memory_gain_per_lag"], marker="o", markersize=3, **look)
+            gains.plot(runs[kind]["memory_gain_per_lag"], marker="o", markersize=3, **look | {"linestyle": "-"})
     curves.set(xlabel="steps", ylabel="cross-entropy of answers (nats)", title="Held-out loss, a line per seed")
     border = DISTANCES.index(REACH + 1) - 0.5
     distances.axvline(border, color="0.6", linestyle="--")
@@ -295,13 +294,13 @@ def draw(seeds: dict[str, dict], path: Path) -> None:
     gains.set_title("How much of a memory a token passes on")
     for axes in (curves, gains):
         axes.set_ylim(bottom=0)
-        axes.legend(frameon=False, fontsize=8)
+    figure.legend(*curves.get_legend_handles_labels(), loc="outside lower center", ncols=6, frameon=False, fontsize=9)
     figure.savefig(path, dpi=150)
     plt.close(figure)
 
 
 def print_table(seeds: dict[str, dict]) -> None:
-    table = Table("seed", "model", "deployed", "teacher-forced", "gap", "closed", "far answers")
+    table = Table("seed", "model", "deployed", "teacher forced", "gap", "closed", "far answers")
     for seed, runs in seeds.items():
         for kind in MODELS:
             run = runs[kind]
@@ -322,12 +321,14 @@ DEFAULTS = Settings()
 
 def main(
     seeds: Annotated[
-        list[int] | None, typer.Option("--seed", help="May be given several times. [default: 0 1 2]")
+        list[int] | None, typer.Option("--seed", help="May be given several times. If not: 0, 1, 2.")
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Of each model.")] = DEFAULTS.steps,
     learning_rate: Annotated[float, typer.Option(help="Of each model.")] = DEFAULTS.learning_rate,
     sweeps: Annotated[int, typer.Option(min=0, help="Most self-feeding sweeps of a step.")] = DEFAULTS.sweeps,
-    consistency_weight: Annotated[float, typer.Option(min=0)] = DEFAULTS.consistency_weight,
+    consistency_weight: Annotated[
+        float, typer.Option(min=0, help="Of the distance between memories and targets.")
+    ] = DEFAULTS.consistency_weight,
     share_prefiller: Annotated[bool, typer.Option(help="Shared or separate parameters.")] = DEFAULTS.share_prefiller,
     memory_injection: Annotated[str, typer.Option(help="kv, residual or cross_attention.")] = DEFAULTS.memory_injection,
     output: Annotated[Path, typer.Option(help="Folder for the JSON file and the picture.")] = RESULTS,
