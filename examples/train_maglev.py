@@ -255,7 +255,9 @@ def train(kind: str, seed: int, settings: Settings, work: Path) -> dict:
     if kind in MAGLEVS:
         found["gap"] = found["deployed"]["loss"] - found["teacher_forced"]["loss"]
         found["memory_gain_per_lag"] = memory_gain(model, held_out)
-    result.write_text(json.dumps(found))
+    unfinished = result.with_suffix(".incomplete")
+    unfinished.write_text(json.dumps(found))
+    unfinished.replace(result)
     return found
 
 

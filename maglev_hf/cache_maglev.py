@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from .layer_maglev import RECORDED_TOKENS, SequencesCache, SequencesLayer
+from .layer_maglev import RECORDED_TOKENS, SequencesCache, SequencesLayer, is_ours
 from .padding_maglev import Padding
 
 
@@ -163,9 +163,10 @@ def check_cache(cache: Cache, config) -> None:
         (DynamicSlidingWindowLayer, config.sliding_window) if kind == "sliding_attention" else (DynamicLayer, None)
         for kind in config.layer_types
     ]
-    if any(type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in attention):
+    other = [layer for layer in attention if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer)]
+    if other and not is_ours(other[0]):
         raise ValueError(
-            f"A cache of {type(attention[0]).__name__} is not available: while memories are searched for, nothing may be "
+            f"A cache of {type(other[0]).__name__} is not available: while memories are searched for, nothing may be "
             "written to it. Leave `cache_implementation` out: the default cache of a Maglev model is bounded already."
         )
     held = [(type(layer), getattr(layer, "sliding_window", None)) for layer in attention]
@@ -174,6 +175,13 @@ def check_cache(cache: Cache, config) -> None:
             f"The cache ({type(cache).__name__}) was not made for this model's layers. Use `MaglevCache(model.config)`, or "
             "`DynamicCache(config=model.config)`, or let `generate()` make one."
         )
+    identity = getattr(cache, "identity", None)
+    if identity is not None and getattr(cache, "checked_for", None) != id(config):
+        if identity != MaglevCache.identify(config):
+            raise ValueError(
+                "The cache was not made for this model: its config says otherwise. Use `MaglevCache(model.config)`."
+            )
+        cache.checked_for = id(config)  # at every step it would take longer than all else
     seen = {int(layer.get_seq_length()) for layer in layers}
     if len(seen) > 1:
         raise ValueError(

@@ -147,7 +147,7 @@ def read_inputs(
             f"The input is empty ({batch} sequences of {length} tokens): give at least one token. (`generate()` cuts "
             "off what the cache has seen already: give it all ids so far, or an `attention_mask` for all of them.)"
         )
-    if position_ids is not None and (position_ids.shape[-1] != length or position_ids.shape[0] not in (1, batch)):
+    if position_ids is not None and tuple(position_ids.shape) not in ((1, length), (batch, length)):
         raise ValueError(
             f"`position_ids` has shape {tuple(position_ids.shape)}, expected (1 or {batch}, {length}) here."
         )

@@ -143,6 +143,8 @@ class SequencesLayer(CacheLayerMixin):
                 f"`crop` takes the number of tokens to remove as a negative number, got {tokens_to_remove}. (Before "
                 "transformers 5.15 a positive number was the length to crop to.)"
             )
+        if self.seen + tokens_to_remove < 0:
+            raise ValueError(f"The cache cannot drop {-tokens_to_remove} tokens: it has seen {self.seen}.")
         below = self.seen + tokens_to_remove < self.earliest
         if tokens_to_remove and (below or not self.can_crop(-tokens_to_remove)):
             raise ValueError(

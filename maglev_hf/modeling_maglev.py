@@ -11,6 +11,7 @@ import copy
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import wraps
 from typing import NamedTuple
 
 import torch
@@ -30,11 +31,21 @@ from transformers.utils.generic import merge_with_config_defaults
 from .cache_maglev import MaglevCache, add_memory, check_cache, part_of, restore, snapshot
 from .configuration_maglev import ROLLOUTS, MaglevConfig
 from .inputs_maglev import MaglevInputs, read_inputs
-from .padding_maglev import labels_within_sequences
+from .padding_maglev import items_within_sequences, labels_within_sequences
 from .rollout_maglev import Rollout, fixed_point, sequential
 
 # transformers 5.24 calls the cache `cache` in inputs and outputs, releases before it `past_key_values`.
 CACHE_NAME = "cache" if "cache" in {field.name for field in fields(BaseModelOutputWithPast)} else "past_key_values"
+
+
+# For PEFT adapters (`peft_maglev`): modules to adapt, per model type, and the ends of the names of the parameters that a
+# retrofit adds. A prefiller of its own is left as it is.
+PEFT_TARGETS = {"maglev": r"(?!.*prefiller)(.*\.)?layers\.\d+\.self_attn\.[qkvo]_proj"}
+PEFT_PARAMETERS = (
+    *(f"memory.{part}.weight" for part in ("k_proj", "v_proj", "k_norm", "local_gate", "memory_gate")),
+    "residual_scale",
+    "embedding_scale",
+)
 
 
 def rms_normed(hidden: torch.Tensor, eps: float) -> torch.Tensor:
@@ -128,8 +139,9 @@ class MaglevMemory(nn.Module):
 
     def project(self, fed: torch.Tensor, position_embeddings) -> tuple[torch.Tensor, torch.Tensor]:
         """The memory `[B, T, d]` as keys and values `[B, G, T, D]`."""
-        key = self.k_norm(self._heads(self.k_proj(fed))).transpose(1, 2)
-        return apply_rotary(key, position_embeddings), self._heads(self.v_proj(fed)).transpose(1, 2)
+        key, value = self._heads(self.k_proj(fed)), self._heads(self.v_proj(fed))
+        key = self.k_norm(key).to(value.dtype).transpose(1, 2)  # the norm's weight is float32 under autocast
+        return apply_rotary(key, position_embeddings), value.transpose(1, 2)
 
     def inject(self, hidden, fed, key, value, position_embeddings) -> tuple[torch.Tensor, torch.Tensor]:
         """The token's own keys and values, and those of its memory, each times its gate."""
@@ -181,7 +193,6 @@ class MaglevAttention(nn.Module):
         self.head_dim = config.head_dim
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
         self.scaling = config.head_dim**-0.5
-        self.attention_dropout = config.attention_dropout
         self.is_causal = True
 
         queries, keys, bias = config.num_attention_heads, config.num_key_value_heads, config.attention_bias
@@ -191,7 +202,9 @@ class MaglevAttention(nn.Module):
         self.o_proj = nn.Linear(queries * self.head_dim, config.hidden_size, bias=bias)
         self.memory = MaglevMemory(config) if reads_memory else None
 
-    def forward(self, hidden, fed, position_embeddings, attention_mask, kv_cache, position_ids, sliding_window):
+    def forward(
+        self, hidden, fed, position_embeddings, attention_mask, kv_cache, position_ids, sliding_window, dropout
+    ):
         """`hidden` `[B, T, d]`, the normed input; `fed` `[B, T, d]`, or None in the prefiller, which reads no memory."""
         query, key, value = (
             projection(hidden).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
@@ -224,7 +237,7 @@ class MaglevAttention(nn.Module):
                 key,
                 value,
                 attention_mask,
-                dropout=self.attention_dropout if self.training else 0.0,
+                dropout=dropout,
                 scaling=self.scaling,
                 sliding_window=sliding_window,
                 position_ids=position_ids,  # flash attention finds packed sequences by them
@@ -252,7 +265,7 @@ class MaglevDecoderLayer(GradientCheckpointingLayer):
 
 
 def run_blocks(
-    config, layers, layer_types, scales, hidden, fed, inputs, columns, masks, cache, states=None
+    config, layers, layer_types, scales, hidden, fed, inputs, columns, masks, cache, dropout, states=None
 ) -> torch.Tensor:
     """A stack without its final norm on some columns of a call (specification, section 1).
 
@@ -277,6 +290,7 @@ def run_blocks(
             kv_cache=cache,
             position_ids=inputs.position_ids[:, columns],
             sliding_window=config.sliding_window if layer_type == "sliding_attention" else None,
+            dropout=dropout,
         )
     return hidden
 
@@ -286,8 +300,8 @@ class MaglevPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["MaglevDecoderLayer"]
-    # `prefiller` is a module; accelerate would move it.
-    _skip_keys_device_placement = ["past_key_values", "cache", "kv_cache", "prefiller"]
+    # `prefiller` and `decoder` are modules, and `inputs` hold a cache; accelerate would move them.
+    _skip_keys_device_placement = ["past_key_values", "cache", "kv_cache", "prefiller", "decoder", "inputs"]
     _supports_flash_attn = True
     _supports_sdpa = True
     _supports_flex_attn = True
@@ -302,6 +316,7 @@ class MaglevPreTrainedModel(PreTrainedModel):
     def __init__(self, config, *args, **kwargs):
         config.validate()  # it may have been edited since it was made
         super().__init__(config, *args, **kwargs)
+        self._made_with_cache = config.use_cache
 
     def _initialize_weights(self, module, is_custom_code: bool = False):
         """Never as custom code, of which transformers passes over modules that have no parameters of their own.
@@ -321,9 +336,14 @@ class MaglevPreTrainedModel(PreTrainedModel):
             init.zeros_(module.embedding_scale)
 
     def save_pretrained(self, save_directory, *args, **kwargs):
-        """As in transformers; the folder also says which of its classes serves which Auto class."""
+        """As in transformers; the folder also says which of its classes serves which Auto class. `use_cache` is saved as the
+        model was made with: Trainer turns it off."""
         self.config.auto_map = dict(self.AUTO_MAP)
-        return super().save_pretrained(save_directory, *args, **kwargs)
+        in_training, self.config.use_cache = self.config.use_cache, self._made_with_cache
+        try:
+            return super().save_pretrained(save_directory, *args, **kwargs)
+        finally:
+            self.config.use_cache = in_training
 
 
 def add_scales(stack: nn.Module, config: MaglevConfig) -> None:
@@ -373,6 +393,7 @@ class MaglevPrefiller(nn.Module):
             columns=inputs.columns,
             masks=alone.masks(self.config, self.config.prefiller_layer_types, inputs.columns),
             cache=None,
+            dropout=self.config.attention_dropout if self.training else 0.0,
         )
         return inputs.without_pads(owner.norm(hidden), inputs.columns)
 
@@ -448,7 +469,10 @@ class MaglevModel(MaglevPreTrainedModel):
             ValueError: an empty input; masks other than padding, `output_attentions`, an unknown or impossible rollout; a
                 cache that was not made for this model, or does not fit the mask.
         """
-        rollout = self.config.rollout if rollout is None else rollout
+        if rollout is None:
+            rollout = self.config.rollout
+            if rollout == "teacher_forced" and prefiller is None:  # a checkpoint of training, loaded for deployment
+                rollout = "fixed_point"
         if rollout not in ROLLOUTS:
             raise ValueError(f"`rollout` must be one of {list(ROLLOUTS)}, got {rollout!r}.")
         inputs = self._read_inputs(
@@ -469,7 +493,7 @@ class MaglevModel(MaglevPreTrainedModel):
         else:
             if prefiller is not None and rollout != "sequential" and (inputs.length > 1 or not inputs.past):
                 with torch.no_grad():
-                    target = prefiller(inputs, self)
+                    target = prefiller(inputs=inputs, decoder=self)
             parts, sweeps = self._deployed(inputs, rollout, target, wants_states)
 
         memory = join([part.memory for part in parts])
@@ -493,7 +517,7 @@ class MaglevModel(MaglevPreTrainedModel):
                 "or 'sequential'."
             )
         with torch.set_grad_enabled(torch.is_grad_enabled() and not prefiller.is_frozen):
-            target = memory = prefiller(inputs, self)
+            target = memory = prefiller(inputs=inputs, decoder=self)
         first = torch.zeros_like(target[:, :1])
         sweeps = self.config.self_feeding_sweeps if self.training else 0
         for sweep in range(sweeps + 1):
@@ -531,7 +555,8 @@ class MaglevModel(MaglevPreTrainedModel):
             if (columns.start, columns.stop) not in masks:  # the same for every sweep over a block
                 masks.clear()
                 masks[columns.start, columns.stop] = inputs.masks(self.config, self.config.layer_types, columns)
-            return self._decode(inputs, columns, fed, wants_states, masks[columns.start, columns.stop])
+            masks_of = masks[columns.start, columns.stop]
+            return self._decode(inputs, columns, fed, wants_states, masks_of, searches=True)
 
         first = self._first_memory(inputs)
         if rollout == "sequential":
@@ -544,7 +569,9 @@ class MaglevModel(MaglevPreTrainedModel):
             return torch.zeros_like(inputs.embeds[:, :1])
         return inputs.cache.layers[self.config.num_hidden_layers].last(inputs.embeds).detach()
 
-    def _decode(self, inputs: MaglevInputs, columns: slice, fed, wants_states, masks=None) -> MaglevMade:
+    def _decode(
+        self, inputs: MaglevInputs, columns: slice, fed, wants_states, masks=None, searches=False
+    ) -> MaglevMade:
         """One parallel pass over some of a call's columns, with the cache as it is; it changes with `keep`."""
         cache = None if inputs.cache is None else snapshot(inputs.cache)
         hidden = inputs.embeds[:, columns]
@@ -563,6 +590,8 @@ class MaglevModel(MaglevPreTrainedModel):
             columns,
             masks or inputs.masks(self.config, self.config.layer_types, columns),
             cache,
+            # Every sweep would draw other weights to drop, so that none agrees with the one before.
+            self.config.attention_dropout if self.training and not searches else 0.0,
             states,
         )
         memory = inputs.without_pads(self.norm(hidden), columns)
@@ -583,6 +612,7 @@ class MaglevModel(MaglevPreTrainedModel):
         if tuple(fed.shape) != tuple(inputs.embeds.shape):
             raise ValueError(f"`fed` has shape {tuple(fed.shape)}, expected {tuple(inputs.embeds.shape)} here.")
 
+    @torch.compiler.disable  # it looks at the values of masks and positions
     def _read_inputs(
         self, input_ids, inputs_embeds, attention_mask, position_ids, cache, past_key_values, use_cache, others
     ) -> MaglevInputs:
@@ -688,14 +718,24 @@ class MaglevForCausalLM(MaglevPreTrainedModel, GenerationMixin):
 
     def compute_ce_loss(self, logits, labels, attention_mask, position_ids, **kwargs) -> tuple[torch.Tensor, object]:
         """The cross-entropy, and what to weigh other means by: this batch's share of `num_items_in_batch`, else 1."""
-        labels, share = labels_within_sequences(labels, attention_mask, position_ids, kwargs.get("cu_seq_lens_q"))
-        weight = 1.0
-        if kwargs.get("num_items_in_batch") is not None:
-            # Exact for one batch; where gradients accumulate over several, the share of each stands for that of all.
-            kwargs["num_items_in_batch"] = kwargs["num_items_in_batch"] * share
-            weight = (labels[:, 1:] != -100).sum() / kwargs["num_items_in_batch"]
+        given, weight = labels, 1.0
+        labels = labels_within_sequences(given, attention_mask, position_ids, kwargs.get("cu_seq_lens_q"))
+        if kwargs.get("num_items_in_batch") is not None and kwargs.get("shift_labels") is None:
+            items = items_within_sequences(
+                kwargs["num_items_in_batch"], given, labels, trainer="maglev_hf.MaglevTrainer"
+            )
+            kwargs["num_items_in_batch"] = items
+            weight = (labels[:, 1:] != -100).sum() / items
         loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return loss, weight
+
+    @wraps(GenerationMixin.prepare_inputs_for_generation)  # `generate()` looks at the names of the arguments
+    def prepare_inputs_for_generation(self, *args, **kwargs):
+        # The cache under its older name too, by which PEFT (0.21) sees that a learned prompt has been read already.
+        inputs = super().prepare_inputs_for_generation(*args, **kwargs)
+        if CACHE_NAME == "cache" and inputs.get("cache") is not None:
+            inputs["past_key_values"] = inputs["cache"]
+        return inputs
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
         """In place of the cache that transformers makes, one that has a memory from the start and can be saved."""
@@ -741,12 +781,17 @@ class MaglevForPreTraining(MaglevForCausalLM):
         logits_to_keep: int | torch.Tensor = 0,
         past_key_values: Cache | None = None,
         rollout: str | None = None,
+        num_tokens_in_batch: torch.Tensor | int | None = None,
         **kwargs,
     ) -> MaglevForPreTrainingOutput:
         """As `MaglevForCausalLM.forward`. In training, unless a cache or a `rollout` is given, the decoder reads the
         prefiller's targets, and so it does at `rollout="teacher_forced"`: the loss is then the cross-entropy plus
         `consistency_weight` times the distance between memories and targets (the mean over tokens of the root mean square
-        over channels). Otherwise it is the cross-entropy of the deployed model, and the distance is only reported."""
+        over channels). Otherwise it is the cross-entropy of the deployed model, and the distance is only reported.
+
+        `num_tokens_in_batch` is to the distance what transformers' `num_items_in_batch` is to the cross-entropy: the number of
+        real tokens in all batches whose gradients are accumulated. Without it, the batch's share of labels stands for its
+        share of tokens."""
         trains = self.training and (labels is not None or torch.is_grad_enabled())  # `generate()` does not
         if trains and rollout is None and cache is None and past_key_values is None:
             rollout = "teacher_forced"
@@ -770,7 +815,9 @@ class MaglevForPreTraining(MaglevForCausalLM):
             ce_loss, weight = self.compute_ce_loss(logits, labels, attention_mask, position_ids, **kwargs)
             loss = ce_loss
             if outputs.target is not None:
-                consistency_loss = (weight * self.compute_consistency(outputs, attention_mask)).to(ce_loss.device)
+                distance, tokens = self.compute_consistency(outputs, attention_mask)
+                weight = weight if num_tokens_in_batch is None else tokens / num_tokens_in_batch
+                consistency_loss = (weight * distance).to(ce_loss.device)
                 if (rollout or self.config.rollout) == "teacher_forced":
                     loss = ce_loss + self.config.consistency_weight * consistency_loss
         return MaglevForPreTrainingOutput(
@@ -782,23 +829,26 @@ class MaglevForPreTraining(MaglevForCausalLM):
             **{CACHE_NAME: getattr(outputs, CACHE_NAME)},
         )
 
-    def compute_consistency(self, outputs: MaglevModelOutput, attention_mask: torch.Tensor | None) -> torch.Tensor:
-        """The mean over real tokens of `|memory - target|_2 / sqrt(d)`."""
+    def compute_consistency(self, outputs: MaglevModelOutput, attention_mask: torch.Tensor | None):
+        """The mean over real tokens of `|memory - target|_2 / sqrt(d)`, and their number."""
         target = outputs.target.detach() if self.config.detach_target else outputs.target
         apart = outputs.last_hidden_state - target.to(outputs.last_hidden_state.device)
         distance = torch.linalg.vector_norm(apart, dim=-1) / apart.shape[-1] ** 0.5  # [B, T]; zero at pads
         real = distance.numel() if attention_mask is None else (attention_mask == 1).sum()
-        return distance.sum() / real
+        return distance.sum() / real, real
 
     def export_decoder(self, directory: str | os.PathLike, **kwargs) -> None:
         """Writes what is deployed to a folder: a `MaglevForCausalLM` without the prefiller. `kwargs` are those of
         `save_pretrained`."""
         config = copy.deepcopy(self.config)
+        config.use_cache = self._made_with_cache
         if config.rollout == "teacher_forced":
             config.rollout = "fixed_point"
         with torch.device("meta"):
             decoder = MaglevForCausalLM(config)
         decoder.model, decoder.lm_head = self.model, self.lm_head
+        if hasattr(self, "hf_device_map"):  # some weights may lie on disk
+            decoder.hf_device_map = self.hf_device_map
         decoder.generation_config = self.generation_config
         decoder.save_pretrained(directory, **kwargs)
 

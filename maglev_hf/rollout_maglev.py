@@ -35,6 +35,11 @@ class Rollout(NamedTuple):
     sweeps: list[int]  # parallel passes per block; 1 per column where there was no parallel search
 
 
+def root_mean_square(memory: torch.Tensor) -> torch.Tensor:
+    """`[B, n, d]` to `[B, n]`."""
+    return memory.float().pow(2).mean(-1).sqrt()
+
+
 def sequential(run: Run, memory: torch.Tensor, columns: slice) -> Rollout:
     """One token after the other, `memory` `[B, 1, d]` being what the first of them reads."""
     parts = []
@@ -57,7 +62,8 @@ def fixed_point(
     Args:
         memory: `[B, 1, d]`, what the first column reads.
         guess: `[B, T, d]`, memories to begin with; zeros if None.
-        tolerance: how far a memory may move in the last sweep, root mean square over its channels.
+        tolerance: how far a memory may move in the last sweep, root mean square over its channels; of memories that are
+            smaller than 1, that part of them.
     """
     parts, sweeps = [], []
     for start in range(columns.start, columns.stop, BLOCK):
@@ -71,8 +77,10 @@ def fixed_point(
         while sweeps[-1] < MAX_SWEEPS:
             sweeps[-1] += 1
             made = run(block, torch.cat([memory, later], dim=1))
-            moved = (made.memory[:, :-1] - later).float().pow(2).mean(-1).sqrt().amax(0)  # [size - 1]
-            settled = moved <= tolerance  # not of NaN
+            moved = root_mean_square(made.memory[:, :-1] - later)
+            # Of small memories, the share counts: what reads them may norm them.
+            size_of = root_mean_square(made.memory[:, :-1]).clamp_max(1)
+            settled = (moved <= tolerance * size_of).all(0)  # [size - 1]; not of NaN
             if settled.all():
                 break
             later = made.memory[:, :-1]

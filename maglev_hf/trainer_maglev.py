@@ -1,12 +1,16 @@
-"""A Trainer that logs both terms of Maglev's loss. Depends on transformers' Trainer (and so on accelerate) alone."""
+"""A Trainer that weighs and logs both terms of Maglev's loss. Depends on `padding_maglev` and on transformers' Trainer."""
 
 import torch
+import torch.nn.functional as F
 from transformers import Trainer
+
+from .padding_maglev import batch_within_sequences
 
 
 class MaglevTrainer(Trainer):
     """transformers' Trainer; its log also has `ce_loss` and `consistency_loss`, means over the steps since the last
-    entry like `loss` itself, which is the first plus `consistency_weight` times the second.
+    entry like `loss` itself, which is the first plus `consistency_weight` times the second. Where gradients accumulate, over batches and
+    processes, the first is the mean over all their labels that the loss counts, the second over all their tokens.
 
     Raises:
         ValueError: label smoothing or a loss of one's own, which would leave the second term out.
@@ -19,9 +23,18 @@ class MaglevTrainer(Trainer):
                 "`label_smoothing_factor` and `compute_loss_func` replace the model's loss, and with it the distance "
                 "between memories and targets, without which nothing is learned to remember. Leave them out."
             )
-        self._terms, self._logged_at = {}, 0
+        self._terms, self._first_step, self._num_tokens = {}, 0, None
+
+    def get_batch_samples(self, epoch_iterator, num_batches, device):
+        batches, num_items = super().get_batch_samples(map(batch_within_sequences, epoch_iterator), num_batches, device)
+        # Trainer adds tokens up over processes as it does labels.
+        tokens = iter([{"labels": tokens_as_labels(batch)} for batch in batches])
+        _, self._num_tokens = super().get_batch_samples(tokens, len(batches), device)
+        return batches, num_items
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        if num_items_in_batch is not None and self._num_tokens is not None:
+            inputs = {**inputs, "num_tokens_in_batch": self._num_tokens}
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
         if model.training:
             # As Trainer does with the loss itself: the mean over accumulation steps, unless the model divided by the items
@@ -29,6 +42,8 @@ class MaglevTrainer(Trainer):
             counted = num_items_in_batch is not None and self.model_accepts_loss_kwargs
             steps = 1 if counted else self.args.gradient_accumulation_steps
             scale = self.accelerator.num_processes if counted and self.args.average_tokens_across_devices else 1
+            if not self._terms:
+                self._first_step = self.state.global_step
             for name in ("ce_loss", "consistency_loss"):
                 term = outputs.get(name)
                 if term is not None:
@@ -37,8 +52,17 @@ class MaglevTrainer(Trainer):
 
     def log(self, logs, *args, **kwargs):
         if "loss" in logs and self._terms:
-            steps = max(1, self.state.global_step - self._logged_at)
+            steps = max(1, self.state.global_step - self._first_step)
             for name, total in self._terms.items():
                 logs[name] = round(self.accelerator.gather(torch.as_tensor(total)).mean().item() / steps, 4)
-            self._terms, self._logged_at = {}, self.state.global_step
+            self._terms = {}
         super().log(logs, *args, **kwargs)
+
+
+def tokens_as_labels(batch) -> torch.Tensor:
+    """`[B, 1 + T]`: -100 at pads and in the first column, which Trainer does not count either."""
+    mask = batch.get("attention_mask")
+    if mask is None:
+        given = batch.get("input_ids", batch.get("inputs_embeds"))
+        mask = torch.ones(given.shape[:2], dtype=torch.long, device=given.device)
+    return F.pad(torch.where(mask == 1, 1, -100), (1, 0), value=-100)

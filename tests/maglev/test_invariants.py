@@ -286,3 +286,46 @@ def test_a_decoder_without_memory_has_no_prefiller():
     plain = make_model(memory_injection="none")
     with pytest.raises(ValueError, match="gives memories to read"):
         plain(random_ids(plain, 3), fed=torch.zeros(1, 3, 24, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-2, 1e-4])
+@torch.no_grad()
+def test_small_memories_are_found_as_exactly_as_large_ones(size):
+    """What reads them norms them, so a movement counts against their size."""
+    model = make_model(std=0.2, rms_norm_eps=1e-12, rollout_tolerance=1e-8)
+    model.model.norm.weight.mul_(size)
+    model.lm_head.weight.div_(size)
+    for layer in model.model.layers:
+        layer.self_attn.memory.v_proj.weight.div_(size)
+    ids = random_ids(model, 40)
+    assert (model(ids).logits - model(ids, rollout="sequential").logits).abs().max() < 1e-5
+
+
+@torch.no_grad()
+def test_labels_of_a_later_call_know_what_came_before():
+    """The second sequence begins in the second call, behind padding."""
+    model = make_model()
+    ids, mask = padded(sequences_of(model, [9, 4]), "left")
+    labels = ids.clone()
+    whole = model(ids[1:], attention_mask=mask[1:], labels=labels[1:]).loss
+    cache = MaglevCache(model.config)
+    model(ids[1:, :3], attention_mask=mask[1:, :3], cache=cache)
+    later = model(ids[1:, 3:], attention_mask=mask[1:], cache=cache, labels=labels[1:, 3:]).loss
+    assert (later - whole).abs() < 1e-6
+
+
+@torch.no_grad()
+def test_borders_may_hold_an_empty_sequence():
+    model = make_model()
+    ids = random_ids(model, 12)
+    losses = [
+        model(ids, labels=ids, cu_seq_lens_q=torch.tensor(borders)).loss for borders in ([0, 4, 12], [0, 4, 12, 12])
+    ]
+    assert losses[0] == losses[1]
+
+
+@torch.no_grad()
+def test_a_checkpoint_of_teacher_forced_training_is_deployed_by_itself():
+    model = make_model(std=0.1, rollout="teacher_forced")
+    ids = random_ids(model, 20)
+    assert torch.equal(model(ids).logits, model(ids, rollout="fixed_point").logits)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from small_maglev import make_model
+from small_maglev import SMALL, make_model
 from small_models import generate, random_ids, run_in_pieces
 from small_models import make_model as make_kvm_model
 from torch.overrides import TorchFunctionMode
@@ -666,12 +666,9 @@ def test_a_step_that_failed_inside_a_layer_leaves_the_cache_as_it_was(fields, mo
 def test_a_cache_that_was_not_made_for_the_model_is_refused_in_a_sentence():
     model = make_model()
     ids = random_ids(model, 3)
-    fields = {name: getattr(model.config, name) for name in ("vocab_size", "hidden_size", "head_dim")}
 
     def config(**others):
-        return MaglevConfig(
-            **fields, **{"num_attention_heads": 4, "num_hidden_layers": 3, "sliding_window": W, **others}
-        )
+        return MaglevConfig(**{**SMALL, **others})
 
     with torch.no_grad():
         model(ids, past_key_values=MaglevCache(config()))
@@ -688,6 +685,10 @@ def test_a_cache_that_was_not_made_for_the_model_is_refused_in_a_sentence():
                 model(ids, past_key_values=other)
         with pytest.raises(ValueError, match="not made for this model's layers"):
             make_model(memory_injection="none")(ids, past_key_values=MaglevCache(config()))
+        # The same layers, filled with what means something else.
+        for fields in (dict(memory_injection="residual"), dict(rope_parameters={"rope_theta": 7.0}), dict(head_dim=8)):
+            with pytest.raises(ValueError, match="its config says otherwise"):
+                model(ids, past_key_values=MaglevCache(config(**fields)))
         with pytest.raises(ValueError, match="StaticSlidingWindowLayer is not available"):
             model(ids, past_key_values=StaticCache(config=model.config, max_cache_len=20))
 

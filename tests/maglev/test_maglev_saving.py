@@ -253,3 +253,22 @@ def test_generation_settings_are_exported_too(tmp_path):
     model.generation_config.top_k, model.generation_config.do_sample = 7, True
     model.export_decoder(tmp_path)
     assert MaglevForCausalLM.from_pretrained(tmp_path).generation_config.top_k == 7
+
+
+def test_a_model_with_a_layer_on_disk_computes_and_exports_the_same(tmp_path):
+    """accelerate moves what a module is given; the decoder, which the prefiller is given, stays where it is."""
+    model = make_model(dtype=torch.float32, std=0.1, model_class=MaglevForPreTraining)
+    model.save_pretrained(tmp_path / "model")
+    parts = ["model.embed_tokens", "model.norm", "model.rotary_emb"]
+    device_map = dict.fromkeys([*parts, "model.layers.0", "model.layers.2", "lm_head", "prefiller"], "cpu")
+    loaded = MaglevForPreTraining.from_pretrained(
+        tmp_path / "model", device_map=device_map | {"model.layers.1": "disk"}, offload_folder=tmp_path / "offload"
+    )
+    ids = random_ids(model, 20)
+    with torch.no_grad():
+        for rollout in ("teacher_forced", "fixed_point"):
+            assert (loaded(ids, rollout=rollout).logits - model(ids, rollout=rollout).logits).abs().max() < 1e-5
+    loaded.export_decoder(tmp_path / "decoder")
+    exported = MaglevForCausalLM.from_pretrained(tmp_path / "decoder").state_dict()
+    for name, tensor in exported.items():
+        assert torch.equal(tensor, model.state_dict()[name]), name

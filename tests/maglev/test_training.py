@@ -11,7 +11,7 @@ from small_maglev import LLAMA_STYLE, make_model
 from small_models import generate, random_ids
 from transformers import TrainerCallback, TrainingArguments
 
-from maglev_hf import MaglevForCausalLM, MaglevForPreTraining, MaglevTrainer
+from maglev_hf import MaglevCache, MaglevForCausalLM, MaglevForPreTraining, MaglevTrainer
 
 SHARINGS = pytest.mark.parametrize("shared", [True, False], ids=["shared", "separate"])
 
@@ -277,3 +277,65 @@ def test_trainer_refuses_a_loss_without_the_second_term(tmp_path):
     arguments = TrainingArguments(tmp_path, label_smoothing_factor=0.1, report_to=[], use_cpu=True)
     with pytest.raises(ValueError, match="label_smoothing_factor"):
         MaglevTrainer(trainee(), arguments)
+
+
+def test_a_batch_without_labels_adds_nothing_to_an_accumulated_step():
+    model = trainee()
+    ids = random_ids(model, 12)
+    empty = model(ids, labels=torch.full_like(ids, -100), num_items_in_batch=torch.tensor(5))
+    assert empty.loss == 0
+    assert all(grad.eq(0).all() for grad in gradients(model, empty.loss).values())
+
+
+def test_a_resumed_run_logs_what_an_uninterrupted_one_does(tmp_path):
+    def run(folder, steps, resume=False):
+        model = trainee(dtype=torch.float32, std=0.1)
+        log = Log()
+        arguments = TrainingArguments(
+            folder,
+            max_steps=6,
+            per_device_train_batch_size=2,
+            logging_steps=1,
+            save_steps=3,
+            report_to=[],
+            disable_tqdm=True,
+            use_cpu=True,
+        )
+        trainer = MaglevTrainer(model, arguments, train_dataset=Rows(model, 12), callbacks=[log, Stop(steps)])
+        trainer.train(resume_from_checkpoint=resume)
+        return [
+            [entry[name] for name in ("loss", "ce_loss", "consistency_loss")]
+            for entry in log.entries
+            if "loss" in entry
+        ]
+
+    whole = run(tmp_path / "whole", 6)
+    first = run(tmp_path / "parts", 3)
+    second = run(tmp_path / "parts", 6, resume=True)
+    assert len(whole) == 6 and first == whole[:3] and second[-3:] == whole[3:]
+
+
+class Stop(TrainerCallback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step >= self.step
+
+
+def test_dropout_does_not_keep_memories_from_settling():
+    model = make_model(std=0.1, attention_dropout=0.5).train()
+    ids = random_ids(model, 40)
+    outputs = model.model(ids)
+    assert outputs.sweeps[0] < 40 and len(outputs.sweeps) == 1
+    expected = model.eval().model(ids, rollout="sequential").last_hidden_state
+    assert not torch.allclose(outputs.last_hidden_state, expected, atol=1e-3)  # the pass that is trained drops
+
+
+@pytest.mark.parametrize("injection", ["kv", "cross_attention", "residual"])
+def test_keys_and_values_have_one_dtype_under_autocast(injection):
+    model = make_model(dtype=torch.float32, std=0.1, memory_injection=injection)
+    cache = MaglevCache(model.config)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        model(random_ids(model, 20), past_key_values=cache)
+    assert {tensor.dtype for layer in cache.layers[:-1] for tensor in (layer.keys, layer.values)} == {torch.bfloat16}
