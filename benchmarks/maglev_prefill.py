@@ -28,6 +28,7 @@ from maglev_hf import MaglevConfig, MaglevForPreTraining
 
 TEXT = Path(__file__).parents[1] / "conversion" / "data" / "genesis.txt"
 HELD_OUT = 8192  # bytes at the end of the text, which prompts are taken from
+LENGTHS = [16, 64, 256, 1024]
 SIZE = dict(
     vocab_size=256,
     hidden_size=128,
@@ -109,17 +110,23 @@ def main(
     output: Annotated[Path, typer.Option(help="Folder for the results.")] = Path(__file__).parent
     / "results"
     / "maglev-prefill",
-    lengths: Annotated[list[int] | None, typer.Option(help="Tokens of a prompt; may be given again.")] = None,
+    lengths: Annotated[
+        list[int] | None, typer.Option(help="Tokens of a prompt; may be given again. [default: 16 64 256 1024]")
+    ] = None,
     prompts: Annotated[int, typer.Option(help="Prompts per length.")] = 4,
     repeats: Annotated[int, typer.Option(help="Times that each is run.")] = 3,
     steps: Annotated[int, typer.Option(help="Steps of training, if there is no model.")] = 400,
 ) -> None:
     """Compares the two rollouts on held-out prompts."""
-    lengths = lengths or [16, 64, 256, 1024]
+    lengths = lengths or LENGTHS
     if max(lengths) > HELD_OUT:
         raise typer.BadParameter(f"--lengths {max(lengths)}: only {HELD_OUT} bytes of the text are held out.")
     text = torch.tensor(list(TEXT.read_bytes()))
     trained = train(steps, text) if model is None else MaglevForPreTraining.from_pretrained(model)
+    if trained.config.vocab_size < 256:
+        raise typer.BadParameter(
+            f"--model {model}: its vocabulary of {trained.config.vocab_size} does not hold all bytes."
+        )
     torch.manual_seed(0)
     random = MaglevForPreTraining(trained.config)
     results = {}

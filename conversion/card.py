@@ -44,13 +44,23 @@ Beside the decoder, this folder has what training needs. Prefiller: {{ prefiller
 `MaglevTrainer` is in the package `kvm-maglev-hf`; transformers' `Trainer` does the same and logs less.
 
 ```python
-from maglev_hf import MaglevTrainer
-from transformers import AutoModelForPreTraining, AutoTokenizer, TrainingArguments
+from maglev_hf import GrowingSweeps, MaglevTrainer
+from transformers import AutoModelForPreTraining, AutoTokenizer, DataCollatorForLanguageModeling, TrainingArguments
 
 path = "{{ title }}"  # this folder
 model = AutoModelForPreTraining.from_pretrained(path, trust_remote_code=True)
-MaglevTrainer(model=model, args=TrainingArguments("training"), train_dataset=dataset).train()  # your input_ids, labels
+tokenizer = AutoTokenizer.from_pretrained(path)
+MaglevTrainer(
+    model=model,
+    args=TrainingArguments("training"),
+    train_dataset=dataset,  # rows of `input_ids`; the collator pads them, and makes the labels
+    data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False),
+    callbacks=[GrowingSweeps(12)],  # passes over the decoder's own memories, without which it learns to read and not to keep
+).train()
 ```
+
+How many sweeps, and which `consistency_weight` (here {{ weight }}), suits a model of this size was not measured.
+`MaglevTrainer.evaluate()` gives the loss of the deployed decoder.
 
 ## Use it
 
@@ -58,7 +68,7 @@ Once trained, `export_decoder` writes what is deployed, without the prefiller, a
 
 ```python
 model.export_decoder("deployed")
-AutoTokenizer.from_pretrained(path).save_pretrained("deployed")
+tokenizer.save_pretrained("deployed")
 ```
 
 `AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True)` reads the decoder of this folder too. Its cache holds

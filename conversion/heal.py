@@ -9,6 +9,7 @@ student's own tensors wherever these are frozen, so that together they take the 
 import json
 import math
 import os
+import shutil
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -31,11 +32,11 @@ from .execute import check_target, keep_files, make_tensor
 from .plan import RetrofitOptions, RetrofitPlan, full_config, kvm_layers, target_tensors
 from .source import Source, files_around, open_source, read_headers
 from .texts import Pieces, read_pieces
-from .verification import find_device, read_config
+from .verification import HEAL_REPORT, find_device, read_config
 
-STATE_FILE, REPORT_FILE, PLOT_FILE = "heal.pt", "heal.json", "heal.png"
+STATE_FILE, PLOT_FILE = "heal.pt", "heal.png"
 # Results about another model than the one that is written.
-OWN_REPORTS = (REPORT_FILE, PLOT_FILE, "verify.json", "verify.png")
+OWN_REPORTS = (HEAL_REPORT, PLOT_FILE, "verify.json", "verify.png")
 TRANSFER, DISTILL = "attention transfer", "distillation"
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 # What a KVM layer has that the teacher's attention has not.
@@ -90,17 +91,17 @@ class HealOptions:
     """
 
     length: int = 1536
-    transfer_steps: int = 20
-    steps: int = 100
+    transfer_steps: int = 8
+    steps: int = 30
     batch_size: int = 1
     accumulate: int = 1
     train: str = "lora"
     rank: int = 16
     transfer_lr: float = 2e-3
-    lr: float = 1e-3
+    lr: float = 2e-3
     new_lr: float = 1e-2
     cross_entropy: float = 0.0
-    held_out: int = 2
+    held_out: int = 4
     seed: int = 0
     save_every: int = 10
     gradient_checkpointing: bool = False
@@ -184,6 +185,7 @@ def heal(
         }
         run = Healing(student, teacher_model, pieces, options)
         run.resume(work, identity)
+        _check_space(output, target, run)
         run.train(on_step)
         command = (
             command or f"conversion.heal({str(target)!r}, {str(teacher)!r}, {texts!r}, {str(output)!r}, {options!r})"
@@ -208,6 +210,11 @@ class LoRALinear(nn.Module):
         nn.init.kaiming_uniform_(down, a=math.sqrt(5))
         self.down = nn.Parameter(down.to(base.weight.device))
         self.up = nn.Parameter(torch.zeros(base.out_features, rank, device=base.weight.device))
+
+    @property
+    def weight(self) -> nn.Parameter:
+        """The base's, for code that asks a linear map for its device and dtype."""
+        return self.base.weight
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.base(hidden) + F.linear(F.linear(hidden, self.down), self.up)
@@ -290,6 +297,8 @@ class Healing:
                     self._set_rates(_schedule(self.step - first, last - first))
                     self.optimizer.zero_grad()
                     loss = self._accumulate(stage)
+                    if not math.isfinite(loss):
+                        raise RetrofitError(f"The loss of step {self.step} is {loss}. Use smaller learning rates.")
                     consistent = False
                     nn.utils.clip_grad_norm_(
                         [part for group in self.optimizer.param_groups for part in group["params"]], 1.0
@@ -367,14 +376,13 @@ class Healing:
 
     @torch.no_grad()
     def measure(self) -> dict[str, float]:
-        """On the held-out pieces, beyond the window: the divergence from the teacher, and the loss of both."""
+        """On the held-out pieces, beyond the window: the divergence from the teacher, and the loss of both; in float32."""
         self.student.eval()
         first = self.config.window_size
         sums, tokens = torch.zeros(3, dtype=torch.float64), 0
         for piece in self.pieces.held_out[:, None]:
             ids = piece.to(self.student.device)
-            with self._precision():
-                hidden = [model.model(ids, use_cache=False).last_hidden_state for model in (self.student, self.teacher)]
+            hidden = [model.model(ids, use_cache=False).last_hidden_state for model in (self.student, self.teacher)]
             for start in range(first, ids.shape[1] - 1, POSITIONS):
                 part = slice(start, min(start + POSITIONS, ids.shape[1] - 1))
                 logits, wanted = _logits(self.student, hidden[0][:, part]), _logits(self.teacher, hidden[1][:, part])
@@ -398,7 +406,8 @@ class Healing:
         kept = torch.load(work / STATE_FILE, map_location="cpu", weights_only=True)
         differing = [name for name in self.identity if kept["identity"].get(name) != self.identity[name]]
         if differing:
-            listed = ", ".join(f"{name} ({kept['identity'].get(name)!r} there)" for name in differing)
+            there = {name: f" ({kept['identity'].get(name)!r} there)" for name in asdict(self.options)}
+            listed = ", ".join(name + there.get(name, "") for name in differing)
             raise RetrofitError(
                 f"{work} holds step {kept['step']} of a run that differs in: {listed}. Run that command again to finish it, "
                 "or remove the folder."
@@ -438,7 +447,7 @@ class Healing:
 
 def transfer(student: KVMForCausalLM, teacher: KVMForCausalLM, ids: torch.Tensor, share: float) -> float:
     """Attention transfer on `[B, T]` ids: the mean squared difference of each converted layer's attention output from the
-    teacher's, on the teacher's own hidden states, over the variance of the teacher's; the mean over layers.
+    teacher's, on the teacher's own hidden states, over the variance of the teacher's in that sequence; the mean over layers.
 
     Each layer's gradient is taken as soon as the teacher has passed it, so that no more than one layer is in memory.
 
@@ -452,7 +461,7 @@ def transfer(student: KVMForCausalLM, teacher: KVMForCausalLM, ids: torch.Tensor
             wanted = output[0].float()
             with torch.enable_grad():
                 found = student.model.layers[index].self_attn(*args, **kwargs)[0].float()
-                loss = (found - wanted).pow(2).mean() / wanted.var()
+                loss = ((found - wanted).pow(2).mean((1, 2)) / wanted.flatten(1).var(1)).mean()
                 (loss * share / len(layers)).backward()
             losses.append(loss.item())
 
@@ -586,6 +595,18 @@ def _check_origin(weight: torch.Tensor, held: torch.Tensor) -> None:
         )
 
 
+def _check_space(output: Path, target: Path, run: Healing) -> None:
+    """Room for the model, and for what is trained with the two moments of its optimizer, old and new."""
+    trained = sum(parameter.numel() for parameter in run.trained.values())
+    need = sum(path.stat().st_size for path in target.glob("*.safetensors")) + 2 * 3 * 4 * trained
+    parent = output.parent
+    while not parent.exists():
+        parent = parent.parent
+    free = shutil.disk_usage(parent).free
+    if need > free:
+        raise RetrofitError(f"The run needs {need / 1e9:.2f} GB and {parent} has {free / 1e9:.2f} GB free.")
+
+
 def _report(run: Healing, target: Path, teacher: str | Path, command: str) -> dict:
     return {
         "target": target.name,
@@ -613,9 +634,9 @@ def _write_folder(run: Healing, source: Source, target: Path, work: Path, report
         parameter.data = parameter.data.to(stored[name].dtype)
     model.save_pretrained(work)  # with the code
     keep_files([path for path in files_around(target) if path.name not in OWN_REPORTS], target, work)
-    (work / REPORT_FILE).write_text(json.dumps(report, indent=2) + "\n")
+    (work / HEAL_REPORT).write_text(json.dumps(report, indent=2) + "\n")
     plot(report, work / PLOT_FILE)
-    plan = RetrofitPlan(source, RetrofitOptions(), model.config, {})
+    plan = RetrofitPlan(source, RetrofitOptions(), read_config(work), {})
     write_card(plan, work, "\n".join([*command_of(target), report["command"]]), healing=_facts(report))
 
 

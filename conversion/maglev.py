@@ -132,7 +132,12 @@ class MaglevPlan(Plan):
 
     @property
     def card_facts(self) -> dict:
-        return {"window": self.config.sliding_window, "prefiller": self.prefiller, "cache": self.cache}
+        return {
+            "window": self.config.sliding_window,
+            "prefiller": self.prefiller,
+            "cache": self.cache,
+            "weight": f"{self.config.consistency_weight:g}",
+        }
 
 
 def _check_layers(source_config: PreTrainedConfig, fields: dict) -> None:

@@ -41,6 +41,8 @@ TEXT = Path(__file__).parent / "data" / "genesis.txt"
 # Worded so that a small model with full attention finds the key every time; then what is missed is the cache's fault.
 NEEDLE = "\n\nImportant: the secret pass key is {key}. Remember it, the secret pass key is {key}.\n\n"
 QUESTION = "\n\nQuestion: what is the secret pass key?\nAnswer: the secret pass key is"
+# What a healed model's folder has: it need not equal its source within the window.
+HEAL_REPORT = "heal.json"
 CURVE_LENGTHS = tuple(2**power for power in range(9, 18))  # 512 to 128k
 FULL, WINDOW, ROWS, BYTES, TARGET = (
     "full attention",
@@ -175,6 +177,7 @@ def verify(
         "text": str(text) if text else "Genesis, King James Version (bundled)",
         "options": asdict(options),
         "state": {"layers": converted, "window": config.window_size, "rows": _rows_at(config, options.tokens)},
+        "healed": (Path(target) / HEAL_REPORT).is_file(),
         "window_exactness": exactness,
         "windows": windows,
         "loss": {
@@ -212,7 +215,7 @@ def print_report(report: dict, out: Console) -> None:
     out.print(
         f"Largest logit difference within the first {window} tokens: [bold]{report['window_exactness']:.1e}[/bold]"
     )
-    if report["window_exactness"] > 1e-2:
+    if report["window_exactness"] > 1e-2 and not report["healed"]:
         out.print("[bold red]That is far more than rounding: the target was not made from this source.[/bold red]")
     loss = report["loss"]
     table = Table("Mean loss at tokens", *(f"{first}-{last}" for first, last in loss["blocks"]), "gap closed")

@@ -13,7 +13,6 @@ finished is not repeated, and one that was interrupted goes on from its last che
 
 import hashlib
 import json
-import random
 import shlex
 import sys
 import tempfile
@@ -35,10 +34,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 from torch.utils.data import Dataset
-from transformers import TrainerCallback, TrainingArguments
+from transformers import TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
-from maglev_hf import MaglevConfig, MaglevForCausalLM, MaglevForPreTraining, MaglevTrainer
+from maglev_hf import GrowingSweeps, MaglevConfig, MaglevForCausalLM, MaglevForPreTraining, MaglevTrainer
 
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results" / "train-maglev"
 WORK = Path(tempfile.gettempdir()) / "train-maglev"
@@ -175,20 +174,6 @@ class RecallTrainer(MaglevTrainer):
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
-
-
-class GrowingSweeps(TrainerCallback):
-    """How many sweeps a step of training makes: drawn from 0 to a limit, which grows to `sweeps` in the first four fifths
-    of the steps. First the decoder learns to read memories, then to keep them for ever more tokens. Steps without a
-    sweep keep memories and targets alike; a fixed number would be learned by heart."""
-
-    def __init__(self, sweeps: int):
-        self.sweeps = sweeps
-
-    def on_step_begin(self, args, state, control, model, **kwargs):
-        limit = round(self.sweeps * min(1, state.global_step / args.max_steps / 0.8))
-        # Of the step alone, so that a resumed run draws as one that was not interrupted.
-        model.config.self_feeding_sweeps = random.Random(f"{args.seed}, {state.global_step}").randint(0, limit)
 
 
 def accuracy_over_distance(data: Recall, right: torch.Tensor) -> list[float]:

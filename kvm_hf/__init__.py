@@ -20,6 +20,7 @@ from .modeling_kvm import (
     KVMForTokenClassification,
     KVMModel,
 )
+from .trainer_kvm import KVMTrainer
 
 AutoConfig.register("kvm", KVMConfig, exist_ok=True)
 AutoModel.register(KVMConfig, KVMModel, exist_ok=True)
@@ -42,4 +43,5 @@ __all__ = [
     "KVMForSequenceClassification",
     "KVMForTokenClassification",
     "KVMModel",
+    "KVMTrainer",
 ]

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from transformers.cache_utils import StaticLayer
 
-from .layer_kvm import RECORDED_TOKENS, SequencesCache, SequencesLayer, is_ours, layer_nbytes
+from .layer_kvm import RECORDED_TOKENS, SequencesCache, SequencesLayer
 from .padding_kvm import Padding, take_columns
 from .shift_kvm import TokenShiftLayer
 from .state_kvm import Block, KeyTreatment, State, StateRule, absorb, found, readout
@@ -190,6 +190,7 @@ class KVMLayer(SequencesLayer):
         self.lengths, self.fills, self.rows = [0] * batch, [0] * batch, [0] * batch
         self.is_initialized = True
 
+    @torch.compiler.disable  # which steps there are depends on counts: every other length would be compiled anew
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, step: KVMStep, **kwargs
     ) -> tuple[torch.Tensor, None]:
@@ -502,36 +503,6 @@ class KVMCache(SequencesCache):
     def rows(self) -> list[list[int]]:
         """State rows that each layer holds of each sequence; an empty list for layers that have no state."""
         return [list(getattr(layer, "rows", [])) for layer in self.layers]
-
-    def summary(self) -> None:
-        """Prints a short table: what the layers hold, those that hold the same in one line."""
-        lines = []
-        kinds = self.identity["layer_types"]
-        for index, layer in enumerate(self.layers):
-            kind = kinds[index] if index < len(kinds) else "token shift"
-            in_window = getattr(layer, "fills", [])
-            if not is_ours(layer) and layer.is_initialized:
-                in_window = [layer.keys.shape[2]]
-            facts = (kind, _span(getattr(layer, "rows", [])), _span(in_window), layer_nbytes(layer))
-            if lines and lines[-1][2] == facts:
-                lines[-1][1] = index
-            else:
-                lines.append([index, index, facts])
-        tokens = _span(self.lengths or [self.get_seq_length()])
-        print(
-            f"{type(self).__name__}: {tokens} tokens in each of {len(self.lengths)} sequences, {self.nbytes / 2**20:.2f} MiB"
-        )
-        print(f"{'layers':>9}  {'type':<20}{'state rows':>12}{'tokens kept':>13}{'KiB each':>12}")
-        for first, last, (kind, rows, kept, size) in lines:
-            layers = f"{first}" if first == last else f"{first}-{last}"
-            print(f"{layers:>9}  {kind:<20}{rows:>12}{kept:>13}{size / 1024:>12.1f}")
-
-
-def _span(counts: list[int]) -> str:
-    """What a table says of a number per sequence."""
-    if not counts:
-        return "-"
-    return f"{counts[0]}" if len(set(counts)) == 1 else f"{min(counts)}-{max(counts)}"
 
 
 def _without_autocast(device_type: str):

@@ -3,9 +3,15 @@
 import math
 
 from huggingface_hub.dataclasses import strict
+from transformers import configuration_utils
 from transformers.configuration_utils import PreTrainedConfig
 
 LAYER_TYPES = ("kvm_attention", "full_attention", "sliding_attention")
+# Trainer, which resumes from a checkpoint, reads its config as of no model in particular, and transformers then refuses
+# types of layers that are not in this list of its own.
+configuration_utils.ALLOWED_ATTN_LAYER_TYPES = tuple(
+    dict.fromkeys((*configuration_utils.ALLOWED_ATTN_LAYER_TYPES, *LAYER_TYPES, "block_sliding_attention"))
+)
 STATE_BUDGETS = ("fixed", "power_law", "saturation")
 STATE_TREATMENTS = ("normalized", "positional")
 # Types of RoPE with constant frequencies: where they change with the length, a key could not be turned back later.

@@ -46,6 +46,7 @@ class SequencesLayer(CacheLayerMixin):
     Attributes:
         seen: columns of the caller's input so far, pads included.
         lengths: tokens seen per sequence.
+        kind: what the layer is called in a summary, if not after a type of attention.
         record_past: whether to keep what `crop` needs; earliest: the number of columns below which it cannot go.
     """
 
@@ -143,6 +144,8 @@ class SequencesLayer(CacheLayerMixin):
                 f"`crop` takes the number of tokens to remove as a negative number, got {tokens_to_remove}. (Before "
                 "transformers 5.15 a positive number was the length to crop to.)"
             )
+        if self.seen + tokens_to_remove < 0:
+            raise ValueError(f"The cache cannot drop {-tokens_to_remove} tokens: it has seen {self.seen}.")
         below = self.seen + tokens_to_remove < self.earliest
         if tokens_to_remove and (below or not self.can_crop(-tokens_to_remove)):
             raise ValueError(
@@ -226,6 +229,29 @@ class SequencesCache(DynamicCache):
     def lengths(self) -> list[int]:
         """Tokens seen of each sequence, padding not counted; empty before the first token."""
         return next((list(layer.lengths) for layer in self.layers if hasattr(layer, "lengths")), [])
+
+    def summary(self) -> None:
+        """Prints a short table: what the layers hold, those that hold the same in one line."""
+        lines = []
+        kinds = self.identity["layer_types"]
+        for index, layer in enumerate(self.layers):
+            kind = kinds[index] if index < len(kinds) else layer.kind
+            in_window = getattr(layer, "fills", [])
+            if not is_ours(layer) and layer.is_initialized:
+                in_window = [layer.keys.shape[2]]
+            facts = (kind, _span(getattr(layer, "rows", [])), _span(in_window), layer_nbytes(layer))
+            if lines and lines[-1][2] == facts:
+                lines[-1][1] = index
+            else:
+                lines.append([index, index, facts])
+        tokens = _span(self.lengths or [self.get_seq_length()])
+        print(
+            f"{type(self).__name__}: {tokens} tokens in each of {len(self.lengths)} sequences, {self.nbytes / 2**20:.2f} MiB"
+        )
+        print(f"{'layers':>9}  {'type':<20}{'state rows':>12}{'tokens kept':>13}{'KiB each':>12}")
+        for first, last, (kind, rows, kept, size) in lines:
+            layers = f"{first}" if first == last else f"{first}-{last}"
+            print(f"{layers:>9}  {kind:<20}{rows:>12}{kept:>13}{size / 1024:>12.1f}")
 
     def save_pretrained(self, save_directory: str | os.PathLike) -> None:
         """Writes what the cache holds to `cache.safetensors` in a folder, which is made if need be; a file that is
@@ -335,3 +361,10 @@ def layer_nbytes(layer) -> int:
     if is_ours(layer):
         return layer.nbytes
     return sum(tensor.nbytes for tensor in (layer.keys, layer.values) if tensor is not None)
+
+
+def _span(counts: list[int]) -> str:
+    """What a table says of a number per sequence."""
+    if not counts:
+        return "-"
+    return f"{counts[0]}" if len(set(counts)) == 1 else f"{min(counts)}-{max(counts)}"

@@ -33,6 +33,7 @@ from .shift_kvm import TokenShiftLayer
 EPS = 1e-5
 
 
+@torch.compiler.disable  # as `KVMLayer.update`
 def shifted(features, cache, index, begins, padding, starts_from_itself):
     """The token before each of `features` `[B, T, D]`, remembered in layer `index` of the cache, if there is one."""
     update = TokenShiftLayer().update if cache is None else partial(cache.update, layer_idx=index)
@@ -134,10 +135,13 @@ class GPTAlphaDecoderLayer(GradientCheckpointingLayer):
         self.attention_shift = config.num_hidden_layers + layer_idx
         self.mlp_shift = self.attention_shift + config.num_hidden_layers * config.token_shift_attention
 
-    def forward(self, hidden, embeds, first_value, begins, cache, padding, **kwargs) -> torch.Tensor:
-        """`embeds`: the normed embeddings `[B, T, hidden]`; `first_value`: see `GPTAlphaProjections.project`; `begins`:
-        where a sequence's tokens begin in this call. The first three have gradients, and reentrant checkpointing knows
-        of positional arguments only."""
+    def forward(self, hidden, embeds, first_value, begins, cache, padding, **kwargs):
+        """`embeds`: the normed embeddings `[B, T, hidden]`; `first_value`: see `GPTAlphaProjections.project`, None in the first
+        layer of its kind, which returns it beside its output; `begins`: where a sequence's tokens begin in this call. The first
+        three have gradients, and reentrant checkpointing knows of positional arguments only."""
+        makes_value = first_value is None and self.self_attn.value_residual != "none"
+        if makes_value:
+            first_value = self.self_attn.v_proj(self.input_layernorm(embeds))
         shift = partial(shifted, cache=cache, begins=begins, padding=padding)
         if self.has_lambdas:
             hidden = self.lambdas[0] * hidden + self.lambdas[1] * embeds
@@ -151,11 +155,8 @@ class GPTAlphaDecoderLayer(GradientCheckpointingLayer):
         )
         hidden = hidden + self.residual_scale * attended
         shift = partial(shift, index=self.mlp_shift, starts_from_itself=False)
-        return hidden + self.residual_scale * self.mlp(self.post_attention_layernorm(hidden), shift)
-
-    def value_of(self, embeds: torch.Tensor) -> torch.Tensor:
-        """What layers of this one's kind take as the first value: its own, of the embeddings."""
-        return self.self_attn.v_proj(self.input_layernorm(embeds))
+        hidden = hidden + self.residual_scale * self.mlp(self.post_attention_layernorm(hidden), shift)
+        return (hidden, first_value) if makes_value else hidden
 
 
 class GPTAlphaPreTrainedModel(KVMPreTrainedModel):
@@ -287,9 +288,6 @@ class GPTAlphaModel(GPTAlphaPreTrainedModel):
             for kind, rotary in self.rotary_emb.items()
         }
         first_values = dict.fromkeys(types)
-        if self.config.value_residual != "none":
-            first_values = {kind: self.layers[types.index(kind)].value_of(embeds) for kind in first_values}
-
         half, outputs = len(self.layers) // 2, []
         for index, (layer, kind) in enumerate(zip(self.layers, types)):
             if self.config.skip_connections and index >= half:
@@ -308,6 +306,8 @@ class GPTAlphaModel(GPTAlphaPreTrainedModel):
                 sequences=inputs.sequences,
                 rotary=None,
             )
+            if isinstance(hidden, tuple):
+                hidden, first_values[kind] = hidden
             if self.config.skip_connections and index < half:
                 outputs.append(hidden)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden), **{CACHE_NAME: inputs.cache})

@@ -8,7 +8,7 @@ Depends on `configuration_kvm`, `state_kvm`, `attention_kvm` and `cache_kvm` bes
 """
 
 from dataclasses import fields, replace
-from functools import partial
+from functools import partial, wraps
 from typing import NamedTuple
 
 import torch
@@ -39,6 +39,7 @@ from .padding_kvm import (
     Padding,
     check_first_positions,
     check_padded_positions,
+    items_within_sequences,
     labels_within_sequences,
     packed_positions,
     read_packing,
@@ -55,6 +56,18 @@ LEAST_TEMPERATURE = 1e-4
 
 # Layers that count tokens per sequence and need no mask from transformers.
 KVM_LAYER_TYPES = ("kvm_attention", "block_sliding_attention")
+
+
+# For PEFT adapters (`peft_kvm`): modules to adapt, per model type, and the ends of the names of the parameters that a
+# retrofit adds.
+PEFT_TARGETS = {kind: ["q_proj", "k_proj", "v_proj", "o_proj"] for kind in ("kvm", "kvm_gptalpha")}
+PEFT_PARAMETERS = (
+    "self_attn.merge_gate.weight",
+    "self_attn.state_norm.weight",
+    "self_attn.state_norm.bias",
+    "self_attn.state_temperature",
+    "self_attn.window_temperature",
+)
 
 
 class KVMRMSNorm(nn.Module):
@@ -271,8 +284,20 @@ class KVMAttention(KVMDotProductAttention):
         else:
             output = self._without_cache(key, value, step, sequences)
         output = output.flatten(2)
+        if self.training and torch.is_grad_enabled():
+            output = output + self._nothing().to(output)
         return self.o_proj(output if padding is None else padding.restore(output)), None
 
+    def _nothing(self) -> torch.Tensor:
+        """Zero, from every parameter that only a state uses: sequences within the window have none, and processes that train
+        together (DDP) wait for the gradient of each parameter."""
+        nothing = self.o_proj.weight.new_zeros(())
+        for name in ("merge_gate", "state_norm"):
+            for parameter in getattr(self, name).parameters() if hasattr(self, name) else ():
+                nothing = nothing + 0 * parameter.sum()
+        return nothing + 0 * self.state_temperature.sum() if self.has_temperatures else nothing
+
+    @torch.compiler.disable  # as `KVMLayer.update`
     def _without_cache(self, key, value, step: KVMStep, sequences: list[list[slice]]) -> torch.Tensor:
         """Each packed sequence in a layer of its own, which is thrown away. Pads after a sequence change nothing before
         them, and here nothing comes after them."""
@@ -357,6 +382,7 @@ class KVMPreTrainedModel(PreTrainedModel):
     def __init__(self, config, *args, **kwargs):
         config.validate()  # it may have been edited since it was made
         super().__init__(config, *args, **kwargs)
+        self._made_with_cache = config.use_cache
 
     def _initialize_weights(self, module, is_custom_code: bool = False):
         """Never as custom code, of which transformers passes over modules that have no parameters of their own.
@@ -375,10 +401,16 @@ class KVMPreTrainedModel(PreTrainedModel):
                 init.ones_(module.window_temperature)
 
     def save_pretrained(self, save_directory, *args, **kwargs):
-        """As in transformers; the folder also says which of its classes serves which Auto class."""
+        """As in transformers; the folder also says which of its classes serves which Auto class. `use_cache` is saved as the
+        model was made with: Trainer turns it off."""
         self.config.auto_map = dict(self.AUTO_MAP)
-        return super().save_pretrained(save_directory, *args, **kwargs)
+        in_training, self.config.use_cache = self.config.use_cache, self._made_with_cache
+        try:
+            return super().save_pretrained(save_directory, *args, **kwargs)
+        finally:
+            self.config.use_cache = in_training
 
+    @torch.compiler.disable  # it looks at the values of masks and positions
     def _read_inputs(
         self, input_ids, inputs_embeds, attention_mask, position_ids, cache, past_key_values, use_cache, others
     ) -> "KVMInputs":
@@ -403,7 +435,7 @@ class KVMPreTrainedModel(PreTrainedModel):
                 "`output_attentions=True` is not available: KVM layers attend to rows that stand for many tokens, so "
                 "there is no weight per token."
             )
-        if position_ids is not None and (position_ids.shape[-1] != length or position_ids.shape[0] not in (1, batch)):
+        if position_ids is not None and tuple(position_ids.shape) not in ((1, length), (batch, length)):
             raise ValueError(
                 f"`position_ids` has shape {tuple(position_ids.shape)}, expected (1 or {batch}, {length}) here."
             )
@@ -594,6 +626,13 @@ class KVMForCausalLM(KVMPreTrainedModel, GenerationMixin):
     ) -> CausalLMOutputWithPast:
         """As transformers' `LlamaForCausalLM.forward`; `past_key_values` is the older name of `cache`. The loss of a
         padded or packed batch counts what a token of the same sequence predicts, and nothing else."""
+        if labels is not None:
+            given = labels
+            labels = labels_within_sequences(given, attention_mask, position_ids, kwargs.get("cu_seq_lens_q"))
+            if kwargs.get("num_items_in_batch") is not None and kwargs.get("shift_labels") is None:
+                kwargs["num_items_in_batch"] = items_within_sequences(
+                    kwargs["num_items_in_batch"], given, labels, trainer="kvm_hf.KVMTrainer"
+                )
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -608,11 +647,6 @@ class KVMForCausalLM(KVMPreTrainedModel, GenerationMixin):
         logits = self.compute_logits(outputs.last_hidden_state[:, kept])
         loss = None
         if labels is not None:
-            borders = kwargs.get("cu_seq_lens_q")
-            labels, share = labels_within_sequences(labels, attention_mask, position_ids, borders)
-            if kwargs.get("num_items_in_batch") is not None:
-                # Exact for one batch; where gradients accumulate over several, the share of each stands for that of all.
-                kwargs["num_items_in_batch"] = kwargs["num_items_in_batch"] * share
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(
             loss=loss,
@@ -623,6 +657,14 @@ class KVMForCausalLM(KVMPreTrainedModel, GenerationMixin):
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.lm_head(hidden)
+
+    @wraps(GenerationMixin.prepare_inputs_for_generation)  # `generate()` looks at the names of the arguments
+    def prepare_inputs_for_generation(self, *args, **kwargs):
+        # The cache under its older name too, by which PEFT (0.21) sees that a learned prompt has been read already.
+        inputs = super().prepare_inputs_for_generation(*args, **kwargs)
+        if CACHE_NAME == "cache" and inputs.get("cache") is not None:
+            inputs["past_key_values"] = inputs["cache"]
+        return inputs
 
 
 class _KnowsItsBase:

@@ -3,6 +3,7 @@
 Depends on PyTorch alone. Specification, section 6.2: a sequence gives the same results in any company.
 """
 
+import warnings
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -120,7 +121,7 @@ def read_padding(
         if before != lengths[number]:
             raise ValueError(
                 f"`attention_mask` counts {before} tokens of sequence {number} before this call, the cache holds "
-                f"{lengths[number]}. Give the mask of all tokens so far, padding included."
+                f"{lengths[number]}. Give the mask of all tokens so far, with the padding in the columns where it was."
             )
         if sliding and before and count and before_stop != past + first:
             raise ValueError(
@@ -146,7 +147,8 @@ def check_first_positions(position_ids: torch.Tensor, padding: Padding | None, l
             raise ValueError(
                 f"`position_ids` of sequence {number} begin at {position}, but it has {length} tokens so far: count each "
                 "sequence's own tokens from 0, padding not included, or leave `position_ids` out. (`generate()` counts them "
-                "itself, which needs prompts that are padded on the left: `tokenizer(..., padding_side='left')`.)"
+                "itself, which needs prompts that are padded on the left, `tokenizer(..., padding_side='left')`, have a token "
+                "each, and go on from what a cache has seen.)"
             )
 
 
@@ -209,16 +211,38 @@ def labels_within_sequences(
     attention_mask: torch.Tensor | None,
     position_ids: torch.Tensor | None,
     cu_seq_lens: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor:
     """Labels `[B, T]` with -100 where no token of the same sequence stands before: at pads and at first tokens, which
-    the shifted loss would take as predicted by a pad or by another sequence. Also the share of labels that is left: who
-    counted the labels beforehand, as Trainer does, counted those."""
-    counted = (labels[:, 1:] != -100).sum()
-    if attention_mask is not None and attention_mask.shape == labels.shape:
-        real = attention_mask == 1
+    the shifted loss would take as predicted by a pad or by another sequence."""
+    if getattr(attention_mask, "ndim", None) == 2:
+        real = attention_mask[:, -labels.shape[1] :] == 1  # it also counts what a cache has seen
         labels = labels.masked_fill(~(real & F.pad(real[:, :-1], (1, 0))), -100)
     if position_ids is not None:
         labels = labels.masked_fill(position_ids == 0, -100)
     if cu_seq_lens is not None:
-        labels = labels.index_fill(1, torch.as_tensor(cu_seq_lens)[:-1].to(labels.device, torch.long), -100)
-    return labels, (labels[:, 1:] != -100).sum() / counted.clamp_min(1)
+        borders = torch.as_tensor(cu_seq_lens).to(labels.device, torch.long)
+        labels = labels.index_fill(1, borders[borders < labels.shape[1]], -100)
+    return labels
+
+
+def batch_within_sequences(batch):
+    """The same of a whole batch of training, whose labels are then those that the loss counts."""
+    if "labels" in batch:
+        inputs = (batch.get(name) for name in ("attention_mask", "position_ids", "cu_seq_lens_q"))
+        batch["labels"] = labels_within_sequences(batch["labels"], *inputs)
+    return batch
+
+
+def items_within_sequences(num_items: torch.Tensor | int, given: torch.Tensor, kept: torch.Tensor, trainer: str):
+    """`num_items`, the labels `[..., 1:]` of one or more batches as counted before `labels_within_sequences` kept fewer of
+    this batch's. Exact for one batch; of several, this one's share stands for that of all, and a warning says so."""
+    if kept is given:
+        return num_items
+    given, kept = (given[:, 1:] != -100).sum(), (kept[:, 1:] != -100).sum()
+    if not torch.compiler.is_compiling() and kept != given and num_items != given:
+        warnings.warn(
+            "`num_items_in_batch` also counts labels of tokens that no token of their sequence predicts (first tokens "
+            f"behind left padding), so accumulated batches are not weighed exactly. {trainer} counts them right.",
+            stacklevel=2,
+        )
+    return num_items * torch.where(kept > 0, kept / given.clamp_min(1), 1)

@@ -23,6 +23,8 @@ class TokenShiftLayer(SequencesLayer):
         tail: `[B, n, D]`, the last tokens of each sequence; the last one is in the last column. None before the first.
     """
 
+    kind = "token shift"
+
     def reset(self) -> None:
         self.tail, self.lengths = None, []
         self.seen = self.earliest = 0

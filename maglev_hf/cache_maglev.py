@@ -22,6 +22,8 @@ class MemoryLayer(SequencesLayer):
         tail: `[B, n, d]`, the last memories; that of the last token is in the last column. None before the first.
     """
 
+    kind = "memory"
+
     def reset(self) -> None:
         self.tail, self.lengths = None, []
         self.seen = self.earliest = 0

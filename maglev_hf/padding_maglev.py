@@ -121,7 +121,7 @@ def read_padding(
         if before != lengths[number]:
             raise ValueError(
                 f"`attention_mask` counts {before} tokens of sequence {number} before this call, the cache holds "
-                f"{lengths[number]}. Give the mask of all tokens so far, padding included."
+                f"{lengths[number]}. Give the mask of all tokens so far, with the padding in the columns where it was."
             )
         if sliding and before and count and before_stop != past + first:
             raise ValueError(

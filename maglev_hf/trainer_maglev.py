@@ -1,8 +1,10 @@
-"""A Trainer that weighs and logs both terms of Maglev's loss. Depends on `padding_maglev` and on transformers' Trainer."""
+"""A Trainer that weighs and logs both terms of Maglev's loss, and a schedule of self-feeding. Depends on `padding_maglev` and on transformers' Trainer."""
+
+import random
 
 import torch
 import torch.nn.functional as F
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 
 from .padding_maglev import batch_within_sequences
 
@@ -57,6 +59,29 @@ class MaglevTrainer(Trainer):
                 logs[name] = round(self.accelerator.gather(torch.as_tensor(total)).mean().item() / steps, 4)
             self._terms = {}
         super().log(logs, *args, **kwargs)
+
+
+class GrowingSweeps(TrainerCallback):
+    """How many self-feeding sweeps a step of training makes: drawn from 0 to a limit, which grows to `sweeps` in the first
+    four fifths of the steps. First the decoder learns to read memories, then to keep them for ever more tokens. Steps
+    without a sweep keep memories and targets alike; a fixed number would be learned by heart.
+
+    In place of `config.self_feeding_sweeps`, which it sets for the time of the training.
+    """
+
+    def __init__(self, sweeps: int):
+        self.sweeps = sweeps
+
+    def on_train_begin(self, args, state, control, model, **kwargs):
+        self._before = model.config.self_feeding_sweeps
+
+    def on_step_begin(self, args, state, control, model, **kwargs):
+        limit = round(self.sweeps * min(1, state.global_step / state.max_steps / 0.8))
+        # Of the step alone, so that a resumed run draws as one that was not interrupted, and all processes alike.
+        model.config.self_feeding_sweeps = random.Random(f"{args.seed}, {state.global_step}").randint(0, limit)
+
+    def on_train_end(self, args, state, control, model, **kwargs):
+        model.config.self_feeding_sweeps = self._before
 
 
 def tokens_as_labels(batch) -> torch.Tensor:

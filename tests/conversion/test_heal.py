@@ -8,11 +8,11 @@ import time
 
 import pytest
 import torch
+from fresh_process import in_fresh_process
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 from small_sources import change_config, make_source
-from test_remote_code import in_fresh_process
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from conversion import HealOptions, MaglevOptions, RetrofitError, RetrofitOptions, convert, heal
@@ -22,9 +22,10 @@ from conversion.source import open_source
 from conversion.texts import read_pieces
 from kvm_hf import KVMForCausalLM
 
+HEAL = sys.modules["conversion.heal"]  # `conversion.heal` is the function
 RETROFIT = RetrofitOptions(chunk_size=4, window_chunks=2, sinks=1, growth=2.0)
 OPTIONS = HealOptions(
-    length=40, transfer_steps=6, steps=20, rank=4, transfer_lr=1e-2, lr=1e-2, save_every=4, device="cpu"
+    length=40, transfer_steps=6, steps=20, rank=4, transfer_lr=1e-2, lr=1e-2, held_out=2, save_every=4, device="cpu"
 )
 
 
@@ -40,6 +41,12 @@ def made(tmp_path_factory):
     convert(folder / "source", folder / "target", RETROFIT)
     (folder / "text.txt").write_text(letters(900))
     return folder
+
+
+@pytest.fixture(autouse=True)
+def no_plots(monkeypatch):
+    """Plots take longer than the training here; `healed`, which lives longer than this fixture, has one."""
+    monkeypatch.setattr(HEAL, "plot", lambda report, path: path.touch())
 
 
 @pytest.fixture
@@ -73,19 +80,19 @@ def logits_of(model, ids):
         return model(ids, use_cache=False).logits
 
 
-def test_the_student_comes_nearer_to_its_teacher(healed):
-    report, _ = healed
-    assert report["after"]["divergence"] < 0.8 * report["before"]["divergence"]
+@pytest.mark.parametrize("train", ["lora", "full"])
+def test_the_student_comes_nearer_to_its_teacher(arguments, tmp_path, train):
+    # Held-out pieces are like those trained on, since what a random model does with one text says nothing of another.
+    (tmp_path / "same.txt").write_text(letters(40) * 10)
+    arguments[2] = [tmp_path / "same.txt"]
+    rates = dict(transfer_lr=1e-2, lr=1e-2) if train == "lora" else dict(transfer_lr=2e-3, lr=2e-3)
+    report = heal(*arguments, HealOptions(length=40, transfer_steps=10, steps=20, train=train, device="cpu", **rates))
+    assert report["after"]["divergence"] < 0.5 * report["before"]["divergence"]
     assert report["after"]["teacher_loss"] == report["before"]["teacher_loss"]
-    for stage, steps in ((TRANSFER, 6), (DISTILL, 20)):
+    for stage, steps in ((TRANSFER, 10), (DISTILL, 20)):
         of_stage = [entry["loss"] for entry in report["log"] if entry["stage"] == stage]
         assert len(of_stage) == steps
-        assert sum(of_stage[-3:]) < 0.9 * sum(of_stage[:3])
-
-
-def test_everything_may_be_trained(arguments):
-    report = heal(*arguments, HealOptions(length=40, transfer_steps=3, steps=12, train="full", lr=3e-3, device="cpu"))
-    assert report["after"]["divergence"] < 0.8 * report["before"]["divergence"]
+        assert of_stage[-1] < 0.6 * of_stage[0], stage
 
 
 @pytest.mark.parametrize("family", ["llama-bias-tied", "qwen2", "qwen3", "smollm3", "phi3"])
@@ -160,10 +167,10 @@ def test_the_transfer_is_the_error_of_each_layer_on_the_teachers_hidden_states(m
     student, teacher = loaded_pair(made)
     student.requires_grad_(True)
     ids = random_batch()
-    taught, inputs = [], []
+    seen = []
     hooks = [
         layer.self_attn.register_forward_hook(
-            lambda module, args, kwargs, output: (inputs.append((args, kwargs)), taught.append(output[0])),
+            lambda module, args, kwargs, output: seen.append((args, kwargs, output[0])),
             with_kwargs=True,
         )
         for layer in teacher.model.layers
@@ -172,10 +179,10 @@ def test_the_transfer_is_the_error_of_each_layer_on_the_teachers_hidden_states(m
     for hook in hooks:
         hook.remove()
     expected = []
-    for layer, (args, kwargs), wanted in zip(student.model.layers, inputs, taught):
+    for layer, (args, kwargs, wanted) in zip(student.model.layers, seen):
         found = layer.self_attn(*args, **kwargs)[0]
         assert torch.allclose(found[:, :8], wanted[:, :8], atol=1e-5)  # within the window nothing differs
-        expected.append((found - wanted).pow(2).mean() / wanted.var())
+        expected.append(((found - wanted).pow(2).mean((1, 2)) / wanted.flatten(1).var(1)).mean())
     torch.stack(expected).mean().backward()
     gradients = {name: weight.grad.clone() for name, weight in student.named_parameters() if weight.grad is not None}
     student.zero_grad()
@@ -186,7 +193,7 @@ def test_the_transfer_is_the_error_of_each_layer_on_the_teachers_hidden_states(m
 
 
 def test_the_distillation_is_the_divergence_and_the_cross_entropy_beyond_the_window(made, monkeypatch):
-    monkeypatch.setattr("conversion.heal.POSITIONS", 7)  # neither the length nor the window is a multiple
+    monkeypatch.setattr(HEAL, "POSITIONS", 7)  # neither the length nor the window is a multiple
     student, teacher = loaded_pair(made, "full")
     student.requires_grad_(True)
     ids = random_batch()
@@ -216,8 +223,8 @@ def test_batches_one_after_the_other_are_one_large_batch(made, stage):
             parameter.data += 0.01
         found.append([run._accumulate(stage), {name: weight.grad for name, weight in run.trained.items()}])
     (loss, gradients), (other_loss, others) = found
-    assert loss == pytest.approx(other_loss, rel=1e-5 if stage == DISTILL else 0.05)
-    for name, gradient in gradients.items() if stage == DISTILL else ():
+    assert loss == pytest.approx(other_loss, rel=1e-5)  # float32 sums in another order
+    for name, gradient in gradients.items():
         torch.testing.assert_close(others[name], gradient, rtol=1e-3, atol=1e-6)
 
 
@@ -230,48 +237,52 @@ def test_checkpointing_of_layers_changes_nothing(arguments, healed):
 def test_bfloat16_is_near(arguments, healed):
     report = heal(*arguments, HealOptions(**{**vars(OPTIONS), "dtype": "bfloat16"}))
     # 8 bits of mantissa in every activation
-    assert losses(report)[0] == pytest.approx(losses(healed[0])[0], rel=0.05)
-    assert report["after"]["divergence"] < report["before"]["divergence"]
+    assert losses(report)[0] == pytest.approx(losses(healed[0])[0], rel=0.2)
 
 
-class Interruption:
-    """Interrupts at a step as Ctrl-C does, somewhere in its computation or right after it."""
-
-    def __init__(self, step, monkeypatch, within):
-        self.step, self.within = step, within
-        if within:
-            plain = torch.nn.functional.kl_div if step >= 6 else torch.Tensor.pow
-            self.calls = 0
-            place = (torch.nn.functional, "kl_div") if step >= 6 else (torch.Tensor, "pow")
-
-            def interrupted(*args, **kwargs):
-                self.calls += self.armed
-                if self.calls == 1:
-                    raise KeyboardInterrupt
-                return plain(*args, **kwargs)
-
-            monkeypatch.setattr(*place, interrupted)
-        self.armed = False
-
-    def __call__(self, done, total, what):
-        self.armed = done == self.step
-        if self.armed and not self.within and what != "measuring":
-            raise KeyboardInterrupt
+PLACES = {"within a step": (Healing, "_accumulate"), "within an update": (torch.optim.AdamW, "step")}
 
 
-@pytest.mark.parametrize("within", [False, True], ids=["after a step", "within a step"])
-@pytest.mark.parametrize("step", [3, 6, 9, 13])
-def test_an_interrupted_run_has_the_losses_of_an_uninterrupted_one(arguments, healed, monkeypatch, step, within):
+def interrupt_at(step, where="after a step", patch=None):
+    """Interrupts as Ctrl-C does, once `step` steps are done."""
+
+    def on_step(done, total, what):
+        if done == step and what != "measuring":
+            if where == "after a step":
+                raise KeyboardInterrupt
+            owner, name = PLACES[where]
+            plain = getattr(owner, name)
+            patch.setattr(owner, name, lambda *args, **kwargs: (plain(*args, **kwargs), throw(KeyboardInterrupt)))
+
+    return on_step
+
+
+def throw(exception):
+    raise exception
+
+
+@pytest.mark.parametrize(
+    "where, step, first",
+    [
+        ("after a step", 9, 10),
+        ("after a step", 6, 7),  # between the stages
+        ("within a step", 3, 4),
+        ("within a step", 13, 14),
+        ("within an update", 13, 13),  # then only what was saved after 12 is whole
+        ("within an update", 6, 5),
+    ],
+)
+def test_an_interrupted_run_has_the_losses_of_an_uninterrupted_one(arguments, healed, monkeypatch, where, step, first):
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        heal(*arguments, OPTIONS, on_step=Interruption(step, patch, within))
+        heal(*arguments, OPTIONS, on_step=interrupt_at(step, where, patch))
     assert not arguments[-1].exists()
     seen = []
     report = heal(*arguments, OPTIONS, on_step=lambda done, total, what: seen.append(done))
-    assert seen[0] == step + 1  # nothing is done twice
+    assert seen[0] == first
     assert losses(report) == losses(healed[0])
     assert report["after"] == healed[0]["after"]
-    first, second = (load_file(folder / "model.safetensors") for folder in (arguments[-1], healed[1]))
-    assert all(torch.equal(weight, second[name]) for name, weight in first.items())
+    found, expected = (load_file(folder / "model.safetensors") for folder in (arguments[-1], healed[1]))
+    assert all(torch.equal(weight, expected[name]) for name, weight in found.items())
 
 
 def test_a_run_that_is_killed_goes_on_from_its_last_save(arguments, healed):
@@ -311,14 +322,6 @@ def test_another_run_is_not_mixed_with_an_interrupted_one(arguments):
     with pytest.raises(RetrofitError, match=r"step 5 of a run that differs in: lr \(0.01 there\)"):
         heal(*arguments, HealOptions(**{**vars(OPTIONS), "lr": 0.5}))
     heal(*arguments, HealOptions(**{**vars(OPTIONS), "save_every": 1}))
-
-
-def interrupt_at(step):
-    def on_step(done, total, what):
-        if done == step:
-            raise KeyboardInterrupt
-
-    return on_step
 
 
 def test_the_healed_folder_is_like_the_target_and_loads_alone(made, healed, tmp_path):
@@ -453,7 +456,7 @@ def test_every_round_sees_every_piece_once_in_an_order_that_the_seed_decides(mad
     ],
 )
 def test_what_cannot_work_is_refused_before_any_training(arguments, tmp_path, monkeypatch, prepare, words):
-    monkeypatch.setattr("conversion.heal.Healing", None)
+    monkeypatch.setattr(Healing, "__init__", None)
     prepare(arguments, tmp_path)
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(RetrofitError, match=words):
@@ -470,6 +473,23 @@ def test_a_checkpoint_of_the_same_shape_that_the_target_was_not_made_from_is_ref
     arguments[1] = other
     with pytest.raises(RetrofitError, match="embeddings differ by"):
         heal(*arguments, OPTIONS)
+
+
+def test_a_disk_that_is_too_full_is_noticed_before_any_training(arguments, monkeypatch):
+    monkeypatch.setattr(Healing, "train", None)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000})())
+    with pytest.raises(RetrofitError, match=r"has 0\.00 GB free"):
+        heal(*arguments, OPTIONS)
+
+
+def test_a_loss_that_is_no_number_ends_the_run_and_is_not_saved(arguments, tmp_path):
+    def poison(done, total, what):
+        if done == 5:
+            monkey.setattr(HEAL, "transfer", lambda *args: float("nan"))
+
+    with pytest.MonkeyPatch.context() as monkey, pytest.raises(RetrofitError, match="loss of step 5 is nan"):
+        heal(*arguments, OPTIONS, on_step=poison)
+    assert torch.load(tmp_path / "healed.incomplete" / STATE_FILE, weights_only=True)["step"] == 4
 
 
 @pytest.mark.parametrize(
@@ -525,6 +545,4 @@ def test_the_command_heals_and_prints_before_and_after(arguments):
 
 
 def tokenizer_of(folder):
-    from transformers import AutoTokenizer
-
     return AutoTokenizer.from_pretrained(folder / "target")

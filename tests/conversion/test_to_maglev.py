@@ -243,7 +243,7 @@ def test_the_card_says_that_it_must_be_trained_and_how(source, tmp_path):
     for words in (
         "**not trained yet**",
         "the source with a sliding window of 6 tokens",
-        "MaglevTrainer(model=model",
+        "callbacks=[GrowingSweeps(",
         "export_decoder",
         "retrofit to-maglev source target --window 6",
         "full attention in layers 0-2",

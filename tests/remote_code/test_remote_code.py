@@ -1,14 +1,10 @@
 """A saved folder lives alone: fresh processes that cannot import our packages load it, use it, and save it again."""
 
-import json
-import os
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
 import pytest
 import torch
+from fresh_process import in_fresh_process
 from safetensors.torch import load_file
 from small_maglev import LLAMA_STYLE
 from small_maglev import make_model as make_maglev_model
@@ -22,34 +18,6 @@ from maglev_hf import MaglevForPreTraining
 MAGLEV_FILES = {
     f"{part}_maglev.py" for part in ("inputs", "configuration", "modeling", "cache", "layer", "padding", "rollout")
 }
-
-# Hides our packages from the process, however they are installed.
-PREAMBLE = """
-import sys
-
-class Hidden:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("kvm_hf", "maglev_hf", "conversion"):
-            raise ModuleNotFoundError(f"{name} is hidden from this process", name=name)
-
-sys.meta_path.insert(0, Hidden())
-import json, torch
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
-"""
-
-
-def in_fresh_process(script: str, modules_cache, **environment) -> dict:
-    """Runs `script` with an empty cache of remote modules; returns what it prints last, as JSON."""
-    result = subprocess.run(
-        [sys.executable, "-c", PREAMBLE + textwrap.dedent(script)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "HF_MODULES_CACHE": str(modules_cache), "HF_HUB_OFFLINE": "1", **environment},
-        cwd=modules_cache,
-        stdin=subprocess.DEVNULL,  # a question would fail, not wait
-    )
-    assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout.strip().splitlines()[-1])
 
 
 def make_trained_maglev_model(**fields):
