@@ -108,6 +108,7 @@ def test_without_a_count_of_tokens_the_second_term_goes_by_the_share_of_labels(t
     assert error(trained_step("maglev", rows, Trainer, tmp_path, 1, 8, pad("right")), expected) > 10 * TOLERANCE
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_batch_whose_labels_are_all_left_out_adds_nothing():
     for family in FAMILIES:
         model = FAMILIES[family]()
