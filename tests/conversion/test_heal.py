@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -305,7 +306,9 @@ def test_ctrl_c_saves_and_says_how_to_go_on(arguments):
     target, source, texts, output = map(str, [*arguments[:2], arguments[2][0], arguments[3]])
     command = [sys.executable, "-c", "from conversion.cli import app; app()", "heal", target, "--teacher", source]
     command += ["--text", texts, "--output", output, "--length", "40", "--steps", "5000", "--save-every", "100000"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    # Where the tests run in the background, as some shells start them, their children would be deaf to it.
+    listen = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=listen)
     state = arguments[-1].with_name("healed.incomplete") / STATE_FILE
     while not state.exists() and process.poll() is None:
         time.sleep(0.05)

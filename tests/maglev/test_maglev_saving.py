@@ -255,11 +255,12 @@ def test_generation_settings_are_exported_too(tmp_path):
     assert MaglevForCausalLM.from_pretrained(tmp_path).generation_config.top_k == 7
 
 
+@pytest.mark.filterwarnings("ignore:The following device_map keys")  # of bare parameters, which it needs all the same
 def test_a_model_with_a_layer_on_disk_computes_and_exports_the_same(tmp_path):
     """accelerate moves what a module is given; the decoder, which the prefiller is given, stays where it is."""
     model = make_model(dtype=torch.float32, std=0.1, model_class=MaglevForPreTraining)
     model.save_pretrained(tmp_path / "model")
-    parts = ["model.embed_tokens", "model.norm", "model.rotary_emb"]
+    parts = ["model.embed_tokens", "model.norm", "model.rotary_emb", "model.residual_scale", "model.embedding_scale"]
     device_map = dict.fromkeys([*parts, "model.layers.0", "model.layers.2", "lm_head", "prefiller"], "cpu")
     loaded = MaglevForPreTraining.from_pretrained(
         tmp_path / "model", device_map=device_map | {"model.layers.1": "disk"}, offload_folder=tmp_path / "offload"
