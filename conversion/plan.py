@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from math import prod
@@ -83,7 +84,7 @@ class TargetTensor:
 
 
 @dataclass
-class Plan:
+class Plan(ABC):
     """Everything `convert` will do. Every kind of target has a subclass.
 
     Attributes:
@@ -116,28 +117,28 @@ class Plan:
         return cls(source, options, config, into_shards(tensors, options.shard_size))
 
     @classmethod
+    @abstractmethod
     def target_config(cls, source_config: PreTrainedConfig, options: Options) -> PreTrainedConfig:
         """The target's config but for its dtype: what can be decided, or refused, from the source's config alone."""
-        raise NotImplementedError
 
     @classmethod
     def llama_name(cls, name: str) -> str:
         """The name in a Llama-style model of the parameter that the target's parameter `name` is a copy of."""
         return name
 
+    @abstractmethod
     def cache_bytes(self, tokens: int) -> int:
         """Bytes of the target's cache per sequence, in its dtype."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def summary(self) -> list[str]:
         """What becomes of the source, line by line."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def card_facts(self) -> dict:
         """What the model card says of this kind of target and no other."""
-        raise NotImplementedError
 
     @property
     def tensors(self) -> list[TargetTensor]:

@@ -1,4 +1,5 @@
-"""A Trainer that weighs and logs both terms of Maglev's loss, and a schedule of self-feeding. Depends on `padding_maglev` and on transformers' Trainer."""
+"""A Trainer that weighs and logs both terms of Maglev's loss, and a schedule of self-feeding. Depends on `padding_maglev`
+and on transformers' Trainer."""
 
 import random
 
@@ -11,8 +12,9 @@ from .padding_maglev import batch_within_sequences
 
 class MaglevTrainer(Trainer):
     """transformers' Trainer; its log also has `ce_loss` and `consistency_loss`, means over the steps since the last
-    entry like `loss` itself, which is the first plus `consistency_weight` times the second. Where gradients accumulate, over batches and
-    processes, the first is the mean over all their labels that the loss counts, the second over all their tokens.
+    entry like `loss` itself, which is the first plus `consistency_weight` times the second. Where gradients accumulate,
+    over batches and processes, the first is the mean over all their labels that the loss counts, the second over all
+    their tokens.
 
     Raises:
         ValueError: label smoothing or a loss of one's own, which would leave the second term out.
@@ -66,21 +68,19 @@ class GrowingSweeps(TrainerCallback):
     four fifths of the steps. First the decoder learns to read memories, then to keep them for ever more tokens. Steps
     without a sweep keep memories and targets alike; a fixed number would be learned by heart.
 
-    In place of `config.self_feeding_sweeps`, which it sets for the time of the training.
+    In place of `config.self_feeding_sweeps`, which it sets for the time of each step: what is saved has its own.
     """
 
     def __init__(self, sweeps: int):
         self.sweeps = sweeps
 
-    def on_train_begin(self, args, state, control, model, **kwargs):
-        self._before = model.config.self_feeding_sweeps
-
     def on_step_begin(self, args, state, control, model, **kwargs):
+        self._before = model.config.self_feeding_sweeps
         limit = round(self.sweeps * min(1, state.global_step / state.max_steps / 0.8))
         # Of the step alone, so that a resumed run draws as one that was not interrupted, and all processes alike.
         model.config.self_feeding_sweeps = random.Random(f"{args.seed}, {state.global_step}").randint(0, limit)
 
-    def on_train_end(self, args, state, control, model, **kwargs):
+    def on_step_end(self, args, state, control, model, **kwargs):
         model.config.self_feeding_sweeps = self._before
 
 

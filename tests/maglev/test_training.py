@@ -11,7 +11,7 @@ from small_maglev import LLAMA_STYLE, make_model
 from small_models import generate, random_ids
 from transformers import TrainerCallback, TrainingArguments
 
-from maglev_hf import MaglevCache, MaglevForCausalLM, MaglevForPreTraining, MaglevTrainer
+from maglev_hf import GrowingSweeps, MaglevCache, MaglevConfig, MaglevForCausalLM, MaglevForPreTraining, MaglevTrainer
 
 SHARINGS = pytest.mark.parametrize("shared", [True, False], ids=["shared", "separate"])
 
@@ -339,3 +339,29 @@ def test_keys_and_values_have_one_dtype_under_autocast(injection):
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
         model(random_ids(model, 20), past_key_values=cache)
     assert {tensor.dtype for layer in cache.layers[:-1] for tensor in (layer.keys, layer.values)} == {torch.bfloat16}
+
+
+class Sweeps(TrainerCallback):
+    def __init__(self):
+        self.made = []
+
+    def on_step_end(self, args, state, control, model, **kwargs):
+        self.made.append(model.config.self_feeding_sweeps)
+
+
+def test_growing_sweeps_are_drawn_for_each_step_and_not_saved(tmp_path):
+    model, sweeps = trainee(dtype=torch.float32, std=0.1), Sweeps()
+    arguments = TrainingArguments(
+        tmp_path,
+        max_steps=10,
+        per_device_train_batch_size=2,
+        save_steps=10,
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    MaglevTrainer(model, arguments, train_dataset=Rows(model), callbacks=[sweeps, GrowingSweeps(20)]).train()
+    limits = [round(20 * min(1, step / 8)) for step in range(10)]
+    assert len(sweeps.made) == 10 and all(0 <= made <= limit for made, limit in zip(sweeps.made, limits))
+    assert max(sweeps.made) > 3 and len(set(sweeps.made)) > 4
+    assert MaglevConfig.from_pretrained(tmp_path / "checkpoint-10").self_feeding_sweeps == 0
