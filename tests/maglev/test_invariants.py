@@ -8,7 +8,7 @@ from small_maglev import configs, make_model
 from small_models import random_ids
 from transformers import MistralConfig, MistralForCausalLM
 
-from maglev_hf import MaglevCache, MaglevForPreTraining
+from maglev_hf import MaglevCache, MaglevForPreTraining, rollout_maglev
 
 INJECTIONS = ("kv", "residual", "cross_attention")
 W = 5  # the window of `SMALL`
@@ -329,3 +329,16 @@ def test_a_checkpoint_of_teacher_forced_training_is_deployed_by_itself():
     model = make_model(std=0.1, rollout="teacher_forced")
     ids = random_ids(model, 20)
     assert torch.equal(model(ids).logits, model(ids, rollout="fixed_point").logits)
+
+
+@pytest.mark.parametrize("rollout", ["sequential", "fixed_point"])
+@torch.no_grad()
+def test_every_block_of_a_padded_prompt_has_a_mask_of_its_own(monkeypatch, rollout):
+    monkeypatch.setattr(rollout_maglev, "BLOCK", 8)
+    model = make_model(std=0.1, rollout_tolerance=1e-11)
+    sequences = sequences_of(model, [29, 17])
+    ids, mask = padded(sequences, "left")
+    logits = model(ids, attention_mask=mask, rollout=rollout).logits
+    for row, sequence in enumerate(sequences):
+        alone = model(sequence[None], rollout="sequential").logits[0]
+        assert (logits[row, -len(sequence) :] - alone).abs().max() < 1e-9
