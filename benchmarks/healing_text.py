@@ -1,12 +1,14 @@
-"""Text for healing SmolLM2, and text of another kind to measure with, out of four Debian packages.
+"""Text for healing SmolLM2, and text of another kind to measure with, out of six Debian packages.
 
-`python benchmarks/healing_text.py FOLDER` writes into FOLDER:
+`python benchmarks/healing_text.py FOLDER` writes into FOLDER, about 300 thousand characters each:
 
 * `bible.txt`: chapters from all over the King James Version, none of Genesis, which `retrofit verify` reads
   (bible-kjv, bible-kjv-text);
-* `jargon.txt`: the lexicon of the Jargon File (jargon-text);
-* `facts.txt`: other chapters and entries of the two, with numbers in between that are asked for 600 to 1300 tokens later.
-  What is asked is worded unlike the passkeys of `retrofit verify`, and no number is one of theirs but by chance;
+* `jargon.txt`: entries of the Jargon File (jargon-text);
+* `essays.txt`: whole sections of the Anarchist FAQ (anarchism);
+* `git.txt`: paragraphs of Git's manual (git-doc);
+* `facts.txt`: other parts of these four, with numbers in between that are asked for 600 to 1300 tokens later. What is
+  asked is worded unlike the passkeys of `retrofit verify`, and no number is one of theirs but by chance;
 * `held-out.txt`: the Debian Developer's Reference (developers-reference). Not for healing.
 
 Needs `apt-get download` and `dpkg`, for which no rights are needed.
@@ -20,7 +22,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-PACKAGES = ("bible-kjv", "bible-kjv-text", "jargon-text", "developers-reference")
+PACKAGES = ("bible-kjv", "bible-kjv-text", "jargon-text", "anarchism", "git-doc", "developers-reference")
 THINGS = (
     "locker number",
     "badge code",
@@ -82,16 +84,21 @@ def main(folder: Path) -> None:
             subprocess.run(["dpkg", "-x", package.name, "."], cwd=root, check=True)
 
     rng = random.Random(0)
-    chapters, entries = bible(root), jargon(root)
-    rng.shuffle(chapters)
-    rng.shuffle(entries)
-    half = len(chapters) // 2
-    write(folder / "bible.txt", take(chapters[:half]))
-    write(folder / "jargon.txt", take(entries[: len(entries) // 2]))
-    filler = take(chapters[half:]) + take(entries[len(entries) // 2 :])
+    share, filler = root / "usr/share", []
+    for name, parts in (
+        ("bible", bible(root)),
+        ("jargon", jargon(root)),
+        ("essays", sections(share / "doc/anarchism/html", "sec*.html")),
+        ("git", sections(share / "doc/git-doc", "*.html")),
+    ):
+        rng.shuffle(parts)
+        half = len(parts) // 2
+        write(folder / f"{name}.txt", take(parts[:half], SIZE))
+        filler += take(parts[half:], SIZE // 4)
     rng.shuffle(filler)
     write(folder / "facts.txt", with_facts(filler, rng))
-    write(folder / "held-out.txt", take(reference(root)))
+    reference = [page for page in sections(share / "developers-reference", "*.html") if len(page) < SIZE // 2]
+    write(folder / "held-out.txt", take(reference, SIZE))
 
 
 def bible(root: Path) -> list[str]:
@@ -118,24 +125,26 @@ def jargon(root: Path) -> list[str]:
     return [part for part in paragraphs if len(part) > 300 and not re.search("[│─━_]{2}|[│├]", part)]
 
 
-def reference(root: Path) -> list[str]:
-    """The paragraphs of the Developer's Reference, in order."""
-    parts = []
-    for page in sorted((root / "usr/share/developers-reference").glob("*.html")):
-        if page.name != "developers-reference.html":  # all of them in one
-            body = page.read_text(encoding="utf-8")
-            for paragraph in re.findall(r"<p>(.*?)</p>", body, flags=re.DOTALL):
-                parts.append(" ".join(html.unescape(re.sub("<[^>]+>", "", paragraph)).split()))
-    return [part for part in parts if len(part) > 80]
+def sections(folder: Path, pattern: str) -> list[str]:
+    """The paragraphs of each page, pages with hardly any left out."""
+    pages = []
+    for page in sorted(folder.glob(pattern)):
+        body = page.read_text(encoding="utf-8", errors="replace")
+        paragraphs = [
+            " ".join(html.unescape(re.sub("<[^>]+>", "", paragraph)).split())
+            for paragraph in re.findall(r"<p>(.*?)</p>", body, flags=re.DOTALL)
+        ]
+        pages.append("\n\n".join(paragraph for paragraph in paragraphs if len(paragraph) > 80))
+    return [page for page in pages if len(page) > 2000]
 
 
-def take(parts: list[str]) -> list[str]:
-    """As many of the first parts as make up a file."""
+def take(parts: list[str], most: int) -> list[str]:
+    """As many of the first parts as make up `most` characters, a long one in part."""
     taken, size = [], 0
     for part in parts:
-        if size >= SIZE:
+        if size >= most:
             break
-        taken.append(part)
+        taken.append(part[: most - size])
         size += len(part)
     return taken
 

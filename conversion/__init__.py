@@ -6,6 +6,7 @@ from .heal import HealOptions, heal
 from .maglev import MaglevOptions, MaglevPlan
 from .paper import PaperPlan, export_paper, import_paper
 from .plan import RetrofitOptions, RetrofitPlan
+from .rank import RankOptions, rank_layers
 from .source import gguf_to_checkpoint
 from .verification import VerifyOptions, verify
 
@@ -14,6 +15,7 @@ __all__ = [
     "MaglevOptions",
     "MaglevPlan",
     "PaperPlan",
+    "RankOptions",
     "RetrofitError",
     "RetrofitOptions",
     "RetrofitPlan",
@@ -24,5 +26,6 @@ __all__ = [
     "heal",
     "import_paper",
     "make_plan",
+    "rank_layers",
     "verify",
 ]

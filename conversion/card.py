@@ -5,6 +5,7 @@ from pathlib import Path
 import transformers
 from huggingface_hub import ModelCard, ModelCardData
 
+from .hub import is_hub_id
 from .plan import Plan
 
 TOP = """---
@@ -24,7 +25,7 @@ a sliding window's and full attention's.{% endif %}
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-path = "{{ title }}"  # this folder
+path = "{{ path }}"{% if path == title %}  # this folder{% endif %}
 tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=True)
 model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True)
 inputs = tokenizer("Once upon a time", return_tensors="pt")
@@ -47,7 +48,7 @@ Beside the decoder, this folder has what training needs. Prefiller: {{ prefiller
 from maglev_hf import GrowingSweeps, MaglevTrainer
 from transformers import AutoModelForPreTraining, AutoTokenizer, DataCollatorForLanguageModeling, TrainingArguments
 
-path = "{{ title }}"  # this folder
+path = "{{ path }}"{% if path == title %}  # this folder{% endif %}
 model = AutoModelForPreTraining.from_pretrained(path, trust_remote_code=True)
 tokenizer = AutoTokenizer.from_pretrained(path)
 MaglevTrainer(
@@ -104,46 +105,49 @@ MADE = """The code is in this folder. It was written with transformers {{ transf
 
 Bytes per sequence in {{ dtype }}, by the formula of the format.
 
-## Not measured
-
-Quality on any benchmark."""
+"""
+MEASURED, NOT_MEASURED = "## Measured\n\n", "## Not measured\n\nQuality on any benchmark."
 MEASURE_KVM = """ `retrofit verify` measures loss over position, recall and bytes against the source, on your own
 text; do so before relying on this model.
 """
 MEASURE_MAGLEV = " Evaluate before and after training, and compare with the source on text longer than the window.\n"
 # Tags and template by the target's `model_type`.
 CARDS = {
-    "kvm": (["kvm", "key-value-means", "compressed-kv-cache"], TOP + KVM + HEALED + MADE + MEASURE_KVM),
-    "maglev": (["maglev", "sliding-recurrent-memory"], TOP + MAGLEV + MADE + MEASURE_MAGLEV),
+    "kvm": (["kvm", "key-value-means", "compressed-kv-cache"], TOP + KVM + HEALED + MADE + NOT_MEASURED + MEASURE_KVM),
+    "maglev": (["maglev", "sliding-recurrent-memory"], TOP + MAGLEV + MADE + NOT_MEASURED + MEASURE_MAGLEV),
 }
 
 
-def write_card(plan: Plan, folder: Path, command: str, healing: dict | None = None) -> None:
+def write_card(plan: Plan, folder: Path, command: str, healing: dict | None = None, repo: str | None = None) -> None:
     """Writes README.md. Licence, languages and tags of the source's own card are carried over.
 
     Args:
         command: or several, one a line.
         healing: what the section on healing says; None for a model that was not.
+        repo: hub id that the folder will be pushed to.
     """
     tags, template = CARDS[plan.config.model_type]
     inherited = _source_metadata(plan.source.folder)
-    is_hub_id = not Path(plan.source.label).exists() and "/" in plan.source.label
+    from_hub = not Path(plan.source.label).exists() and is_hub_id(plan.source.label)
     data = ModelCardData(
         library_name="transformers",
         pipeline_tag="text-generation",
-        base_model=plan.source.label if is_hub_id else inherited.get("base_model"),
+        base_model=plan.source.label if from_hub else _hub_ids(inherited.get("base_model")),
         license=inherited.get("license"),
         license_name=inherited.get("license_name"),
         license_link=inherited.get("license_link"),
         language=inherited.get("language"),
-        tags=[*tags, *inherited.get("tags", [])],
+        tags=[*tags, *(inherited.get("tags") or [])],
+        datasets=(healing or {}).get("datasets") or None,
     )
-    label = plan.source.label if is_hub_id else Path(plan.source.label).name
+    label = plan.source.label if from_hub else Path(plan.source.label).name
+    title = folder.name.removesuffix(".incomplete")
     card = ModelCard.from_template(
         data,
         template_str=template,
-        title=folder.name.removesuffix(".incomplete"),
-        source=f"[{label}](https://huggingface.co/{label})" if is_hub_id else label,
+        title=title,
+        path=repo or title,
+        source=f"[{label}](https://huggingface.co/{label})" if from_hub else label,
         layers=plan.config.num_hidden_layers,
         transformers=transformers.__version__,
         command=command,
@@ -160,10 +164,28 @@ def write_card(plan: Plan, folder: Path, command: str, healing: dict | None = No
 
 def command_of(folder: Path) -> list[str]:
     """The commands that made a folder of ours, by its card; none if that cannot be told."""
-    readme = folder / "README.md"
-    text = readme.read_text(encoding="utf-8") if readme.is_file() else ""
-    _, found, rest = text.partition("## How it was made\n\n```\n")
+    _, found, rest = _read(folder).partition("## How it was made\n\n```\n")
     return rest.partition("\n```\n")[0].splitlines() if found else []
+
+
+def add_measurements(folder: Path, measured: str) -> None:
+    """Puts results into the card of a folder of ours, in the place of earlier ones; another's card stays as it is."""
+    before, found, rest = _read(folder).partition(NOT_MEASURED)
+    if found:
+        before = before.partition(MEASURED)[0]
+        card = f"{before}{MEASURED}{measured}\n\n{NOT_MEASURED}{rest.replace(MEASURE_KVM.rstrip(), '')}"
+        (folder / "README.md").write_text(card, encoding="utf-8")
+
+
+def _read(folder: Path) -> str:
+    readme = folder / "README.md"
+    return readme.read_text(encoding="utf-8") if readme.is_file() else ""
+
+
+def _hub_ids(base_model) -> list[str] | None:
+    """What a source's card names as its own base, without folders of its author's machine, which the hub would refuse."""
+    named = [base_model] if isinstance(base_model, str) else base_model or []
+    return [name for name in named if is_hub_id(name)] or None
 
 
 def _source_metadata(folder: Path) -> dict:

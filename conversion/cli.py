@@ -20,6 +20,7 @@ from .heal import HealOptions, heal, print_healing
 from .maglev import MaglevOptions
 from .paper import PaperPlan, export_paper, import_paper
 from .plan import DEFAULT_GROWTH, DEFAULT_STATE_SIZE, Options, Plan, RetrofitOptions
+from .rank import RankOptions, print_ranking, rank_layers
 from .verification import VerifyOptions, print_report, verify
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Make KVM and Maglev models from models you have.")
@@ -28,6 +29,7 @@ DEFAULTS = RetrofitOptions()
 MAGLEV = MaglevOptions()
 VERIFY = VerifyOptions()
 HEAL = HealOptions()
+RANK = RankOptions()
 
 # What the conversions have in common.
 Source = Annotated[str, typer.Argument(help="Checkpoint folder, hub id, or GGUF file.")]
@@ -35,8 +37,16 @@ Target = Annotated[Path, typer.Argument(help="Folder to write; must not exist, o
 Dtype = Annotated[str, typer.Option(help="auto (as the source), float32, bfloat16, float16 or float64.")]
 ShardSize = Annotated[float, typer.Option(help="Most gigabytes per weight file.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")]
-PushToHub = Annotated[str | None, typer.Option(help="Hub id to upload the result to.")]
+PushToHub = Annotated[str | None, typer.Option(help="Hub id, owner/name, to upload the result to.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No plan, no progress bar.")]
+
+# What makes a layer a KVM layer.
+Budget = Annotated[str, typer.Option(help="Rows of the state: sqrt, fixed or saturation.")]
+Growth = Annotated[float | None, typer.Option(help=f"sqrt: rows = growth * sqrt(tokens). Default: {DEFAULT_GROWTH:g}.")]
+StateSize = Annotated[int | None, typer.Option(help=f"fixed, saturation: (most) rows. Default: {DEFAULT_STATE_SIZE}.")]
+ChunkSize = Annotated[int, typer.Option(help="Tokens per chunk.")]
+WindowChunks = Annotated[int, typer.Option(help="Chunks in the window; the window is chunk size times this.")]
+Sinks = Annotated[int, typer.Option(help="First tokens that nothing is merged into.")]
 
 
 def _print_version(wanted: bool) -> None:
@@ -59,20 +69,18 @@ def to_kvm(
     source: Source,
     target: Target,
     layers: Annotated[
-        str, typer.Option(help="Layers to convert: all, every:N (0, N, 2N, ...), or numbers and ranges like 0,3,8-11.")
+        str,
+        typer.Option(
+            help="Layers to convert: all, every:N (0, N, 2N, ...), numbers and ranges like 0,3,8-11, or auto:N (measures "
+            "them first, as `rank-layers` does, and keeps the N most sensitive; with --dry-run too)."
+        ),
     ] = DEFAULTS.layers,
-    budget: Annotated[str, typer.Option(help="Rows of the state: sqrt, fixed or saturation.")] = DEFAULTS.budget,
-    growth: Annotated[
-        float | None, typer.Option(help=f"sqrt: rows = growth * sqrt(tokens). Default: {DEFAULT_GROWTH:g}.")
-    ] = DEFAULTS.growth,
-    state_size: Annotated[
-        int | None, typer.Option(help=f"fixed, saturation: (most) rows. Default: {DEFAULT_STATE_SIZE}.")
-    ] = DEFAULTS.state_size,
-    chunk_size: Annotated[int, typer.Option(help="Tokens per chunk.")] = DEFAULTS.chunk_size,
-    window_chunks: Annotated[
-        int, typer.Option(help="Chunks in the window; the window is chunk size times this.")
-    ] = DEFAULTS.window_chunks,
-    sinks: Annotated[int, typer.Option(help="First tokens that nothing is merged into.")] = DEFAULTS.sinks,
+    budget: Budget = DEFAULTS.budget,
+    growth: Growth = DEFAULTS.growth,
+    state_size: StateSize = DEFAULTS.state_size,
+    chunk_size: ChunkSize = DEFAULTS.chunk_size,
+    window_chunks: WindowChunks = DEFAULTS.window_chunks,
+    sinks: Sinks = DEFAULTS.sinks,
     dtype: Dtype = DEFAULTS.dtype,
     shard_size: ShardSize = DEFAULTS.shard_size / 1e9,
     dry_run: DryRun = False,
@@ -153,10 +161,19 @@ def _convert(
     quiet: bool,
     **choices,
 ) -> None:
-    bar = None
+    bar, ranking_bar = None, None
+
+    def on_rank(done: int, total: int, what: str) -> None:
+        nonlocal ranking_bar
+        if ranking_bar is None:
+            ranking_bar = tqdm(total=total, disable=quiet)
+        ranking_bar.set_description(f"Ranking, {what}")
+        ranking_bar.update(done - ranking_bar.n)
 
     def on_plan(plan: Plan) -> None:
         nonlocal bar
+        if ranking_bar is not None:
+            ranking_bar.close()
         if dry_run or not quiet:
             print_plan(plan, Console() if dry_run else console)
         if not dry_run:
@@ -174,9 +191,12 @@ def _convert(
             command=shlex.join(["retrofit", *sys.argv[1:]]),
             on_plan=on_plan,
             on_bytes=lambda count: bar.update(count),
+            on_rank=on_rank,
         )
     if bar is not None:
         bar.close()
+    if dry_run and ranking_bar is not None:
+        console.print(f"The ranking is kept in {target}.ranking.json for the run itself.", soft_wrap=True)
     if not quiet and not dry_run:
         console.print(f"Done: {target}")
 
@@ -211,11 +231,66 @@ def verify_command(
     print_report(report, Console())
 
 
+@app.command("rank-layers")
+def rank_command(
+    source: Source,
+    layers: Annotated[
+        str, typer.Option(help="Layers to try: all, every:N (0, N, 2N, ...), or numbers and ranges like 0,3,8-11.")
+    ] = DEFAULTS.layers,
+    budget: Budget = DEFAULTS.budget,
+    growth: Growth = DEFAULTS.growth,
+    state_size: StateSize = DEFAULTS.state_size,
+    chunk_size: ChunkSize = DEFAULTS.chunk_size,
+    window_chunks: WindowChunks = DEFAULTS.window_chunks,
+    sinks: Sinks = DEFAULTS.sinks,
+    text: Annotated[Path | None, typer.Option(help="Long text; default: Genesis, King James Version.")] = None,
+    tokens: Annotated[
+        int | None, typer.Option(help="Tokens per piece of text; default: 3072, or six windows if more.")
+    ] = RANK.tokens,
+    pieces: Annotated[int, typer.Option(help="Pieces of text to read.")] = RANK.pieces,
+    context: Annotated[int, typer.Option(help="Tokens at which to compare bytes of cache.")] = RANK.context,
+    dtype: Annotated[str, typer.Option(help="Precision of the measurement.")] = RANK.dtype,
+    device: Annotated[str, typer.Option(help="auto (a GPU if there is one), cpu, cuda, ...")] = RANK.device,
+    output: Annotated[
+        Path | None, typer.Option(help="Folder for rank.json and rank.png; default: the source's name and -ranking.")
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")] = False,
+) -> None:
+    """Convert one layer at a time, and report what it costs and saves, to choose `--layers` of to-kvm by.
+
+    Interrupted, the same command goes on where it was.
+    """
+    with _friendly_errors(), tqdm(desc="Ranking", disable=quiet) as bar:
+
+        def on_step(done: int, total: int, what: str) -> None:
+            bar.total = total
+            bar.set_description(what)
+            bar.update(done - bar.n)
+
+        retrofit = RetrofitOptions(
+            layers=layers,
+            budget=budget,
+            growth=growth,
+            state_size=state_size,
+            chunk_size=chunk_size,
+            window_chunks=window_chunks,
+            sinks=sinks,
+        )
+        options = RankOptions(tokens, pieces, context, dtype, device)
+        report = rank_layers(source, retrofit, options, text=text, output=output, on_step=on_step)
+    print_ranking(report, Console())
+
+
 @app.command("heal")
 def heal_command(
     target: Annotated[Path, typer.Argument(help="KVM model that `to-kvm` made; stays as it is.")],
     teacher: Annotated[str, typer.Option(help="The checkpoint that it was made from.")],
-    text: Annotated[list[Path], typer.Option(help="Text to train on: plain, .jsonl or .parquet; may be given again.")],
+    text: Annotated[
+        list[str],
+        typer.Option(
+            help="Text to train on: a file (plain, .jsonl or .parquet) or the hub id of a dataset; may be given again."
+        ),
+    ],
     output: Annotated[Path | None, typer.Option(help="Folder to write. Default: TARGET-healed.")] = None,
     length: Annotated[int, typer.Option(help="Tokens per piece of text; several times the window.")] = HEAL.length,
     transfer_steps: Annotated[
@@ -254,6 +329,7 @@ def heal_command(
         str, typer.Option(help="float32, or bfloat16 for autocast; weights and losses stay in float32.")
     ] = HEAL.dtype,
     device: Annotated[str, typer.Option(help="auto (a GPU if there is one), cpu, cuda, ...")] = HEAL.device,
+    push_to_hub: PushToHub = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")] = False,
 ) -> None:
     """Train a KVM model for a short while to do what its source does with full attention.
@@ -287,7 +363,14 @@ def heal_command(
             bar.update(done - bar.n)
 
         report = heal(
-            target, teacher, text, output, options, command=shlex.join(["retrofit", *sys.argv[1:]]), on_step=on_step
+            target,
+            teacher,
+            text,
+            output,
+            options,
+            push_to_hub=push_to_hub,
+            command=shlex.join(["retrofit", *sys.argv[1:]]),
+            on_step=on_step,
         )
     if not quiet:
         print_healing(report, console)

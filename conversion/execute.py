@@ -9,16 +9,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from huggingface_hub import HfApi
-from safetensors import SafetensorError
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 
 from .card import write_card
 from .errors import RetrofitError
+from .hub import prepare_repo, push
 from .maglev import MaglevOptions, MaglevPlan
 from .plan import Options, Plan, RetrofitOptions, RetrofitPlan, TargetTensor
+from .rank import check_automatic, choose_layers, is_automatic, write_ranking
 from .source import SAFETENSORS_DTYPES, Source, open_source
+from .tensors import make_tensor
 
 PLAN_FILE = "retrofit-plan.sha256"
 PLANS = {RetrofitOptions: RetrofitPlan, MaglevOptions: MaglevPlan}
@@ -35,6 +36,7 @@ def convert(
     command: str | None = None,
     on_plan: Callable[[Plan], None] = lambda plan: None,
     on_bytes: Callable[[int], None] = lambda count: None,
+    on_rank: Callable[[int, int, str], None] = lambda done, total, what: None,
 ) -> Plan:
     """Turns a Llama-style checkpoint into a model folder that loads with `trust_remote_code=True`.
 
@@ -45,40 +47,56 @@ def convert(
         source: local folder, hub id, or GGUF file.
         target: folder that does not exist yet or is empty.
         options: their class says what to make: `RetrofitOptions` a KVM model, `MaglevOptions` a Maglev model to train.
-        push_to_hub: hub id to upload the finished folder to.
+        push_to_hub: hub id, `owner/name`, to upload the finished folder to.
         command: what the user typed, for the model card.
         on_plan: called with the plan before anything is written.
         on_bytes: called with the number of bytes written, again and again.
+        on_rank: called before each measurement that `layers="auto:N"` makes, in a dry run too. The measurements are kept in
+            `TARGET.ranking.json` until the target is there.
 
     Raises:
         RetrofitError: before long work if the source, the options, the target, the disk or the hub login will not do.
     """
     target = Path(target).resolve()
     check_target(target)
-    api = _hub_login(push_to_hub) if push_to_hub and not dry_run else None
     work = target.with_name(target.name + ".incomplete")
     check_work(work)
+    command = command or _python_call(source, target, options)
+    automatic, measured = is_automatic(options), target.with_name(target.name + ".ranking.json")
+
+    def check(config: PreTrainedConfig) -> None:
+        if automatic:
+            check_automatic(config, options)
+        else:
+            PLANS[type(options)].target_config(config, options)
+        if push_to_hub and not dry_run:
+            prepare_repo(push_to_hub)
+
     try:
-        with open_source(
-            source, work, check=lambda config: PLANS[type(options)].target_config(config, options)
-        ) as opened:
+        with open_source(source, work, check=check) as opened:
+            if automatic:
+                options, ranking = choose_layers(opened, options, measured, on_rank)
             plan = make_plan(opened, options)
             on_plan(plan)
             if dry_run:
                 return plan
             check_space(work, plan)
-            _write_folder(plan, work, command or _python_call(source, target, options), on_bytes)
+            _write_folder(plan, work, command, push_to_hub, on_bytes)
+            if automatic:
+                write_ranking(ranking, work)
         if target.exists():
             target.rmdir()
         os.rename(work, target)
         (target / PLAN_FILE).unlink()  # only now: until it has its name the folder must be known as ours
+        if automatic:
+            measured.unlink()
     except OSError as error:
         reason = "The disk is full" if error.errno == errno.ENOSPC else f"Writing failed ({error})"
         raise RetrofitError(
             f"{reason}. What is finished stays in {work}; mend that and run the same command again."
         ) from error
-    if api is not None:
-        _push(api, push_to_hub, target)
+    if push_to_hub:
+        push(push_to_hub, target, "Retrofit")
     return plan
 
 
@@ -87,7 +105,7 @@ def make_plan(source: Source, options: Options) -> Plan:
     return PLANS[type(options)].make(source, options)
 
 
-def _write_folder(plan: Plan, work: Path, command: str, on_bytes) -> None:
+def _write_folder(plan: Plan, work: Path, command: str, repo: str | None, on_bytes) -> None:
     fingerprint = plan.fingerprint()
     marker = work / PLAN_FILE
     if work.exists() and marker.read_text() != fingerprint:
@@ -108,7 +126,7 @@ def _write_folder(plan: Plan, work: Path, command: str, on_bytes) -> None:
 
     keep_files(plan.source.kept_files, plan.source.folder, work)
     write_code_and_config(plan.model_class, plan.config, work)
-    write_card(plan, work, command)
+    write_card(plan, work, command, repo=repo)
     if len(plan.shards) > 1:
         write_index(plan, work)
 
@@ -144,23 +162,6 @@ def write_shard(plan: Plan, path: Path, tensors: list[TargetTensor], on_bytes) -
         file.flush()
         os.fsync(file.fileno())
     os.replace(partial, path)
-
-
-def make_tensor(source: Source, tensor: TargetTensor) -> torch.Tensor:
-    """The values of a planned tensor, in its dtype."""
-    origin = tensor.origin
-    if origin.name is None:
-        return torch.full(tensor.shape, origin.fill, dtype=tensor.dtype)
-    try:
-        original = source.read(origin.name, origin.start, origin.stop)
-    except SafetensorError as error:
-        raise RetrofitError(f"Tensor {origin.name!r} of the source cannot be read: {error}") from error
-    made = original.to(tensor.dtype)
-    if made.dtype != original.dtype and not made.isfinite().all() and original.isfinite().all():
-        raise RetrofitError(
-            f"Tensor {origin.name!r} has values beyond the range of {tensor.dtype}; choose another --dtype."
-        )
-    return made
 
 
 def write_index(plan: Plan, work: Path) -> None:
@@ -208,29 +209,6 @@ def check_space(work: Path, plan: Plan) -> None:
         raise RetrofitError(
             f"The target needs {(plan.nbytes - done) / 1e9:.2f} GB and {parent} has {free / 1e9:.2f} GB free."
         )
-
-
-def _hub_login(repo: str) -> HfApi:
-    api = HfApi()
-    try:
-        api.whoami()
-    except Exception as error:  # no token, no network, a token that is not valid: the client has a class for each
-        raise RetrofitError(
-            f"Cannot push to {repo!r}: the hub does not accept this login ({error}). Run `hf auth login`, or leave "
-            "out --push-to-hub."
-        ) from error
-    return api
-
-
-def _push(api: HfApi, repo: str, target: Path) -> None:
-    try:
-        api.create_repo(repo, exist_ok=True)
-        api.upload_folder(repo_id=repo, folder_path=target, commit_message="Retrofit")
-    except Exception as error:  # the hub's client has many
-        raise RetrofitError(
-            f"The model is finished in {target}, but pushing it to {repo!r} failed: {error}. Try again with "
-            f"`hf upload {repo} {target}`."
-        ) from error
 
 
 def _python_call(source, target, options: Options) -> str:

@@ -22,16 +22,18 @@ import transformers
 from rich.console import Console
 from rich.table import Table
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
 from kvm_hf import KVMConfig, KVMForCausalLM
 
 from .card import command_of, write_card
 from .errors import RetrofitError
-from .execute import check_target, keep_files, make_tensor
+from .execute import check_target, keep_files
+from .hub import prepare_repo, push
 from .plan import RetrofitOptions, RetrofitPlan, full_config, kvm_layers, target_tensors
 from .source import Source, files_around, open_source, read_headers
-from .texts import Pieces, read_pieces
+from .tensors import make_model, make_tensor
+from .texts import Pieces, dataset_of, read_pieces
 from .verification import HEAL_REPORT, find_device, read_config
 
 STATE_FILE, PLOT_FILE = "heal.pt", "heal.png"
@@ -136,10 +138,11 @@ class HealOptions:
 def heal(
     target: str | Path,
     teacher: str | Path,
-    texts: list[Path],
+    texts: list[str | Path],
     output: str | Path | None = None,
     options: HealOptions = HealOptions(),
     *,
+    push_to_hub: str | None = None,
     command: str | None = None,
     on_step: Callable[[int, int, str], None] = lambda done, total, what: None,
 ) -> dict:
@@ -151,8 +154,9 @@ def heal(
     Args:
         target: folder that `retrofit to-kvm` made.
         teacher: the checkpoint that it was made from: local folder, hub id, or GGUF file.
-        texts: plain text, jsonl or parquet files.
+        texts: plain text, jsonl or parquet files, or hub ids of datasets.
         output: folder that does not exist yet or is empty; default: `target` with `-healed` behind its name.
+        push_to_hub: hub id, `owner/name`, to upload the finished folder to.
         command: what the user typed, for the model card.
         on_step: called with the steps done, their number, and what is done now with its last loss.
 
@@ -173,8 +177,17 @@ def heal(
             f"{work}, where the work would be done, exists and is not ours. Move it, or choose another output."
         )
     device = find_device(options.device)
-    with open_source(teacher, output, check=lambda source_config: _check_teacher(source_config, config)) as source:
-        pieces = read_pieces(AutoTokenizer.from_pretrained(target), texts, options.length, options.held_out)
+
+    def check(source_config: PreTrainedConfig) -> None:
+        _check_teacher(source_config, config)
+        if push_to_hub:
+            prepare_repo(push_to_hub)
+
+    with open_source(teacher, output, check=check) as source:
+        steps = options.transfer_steps + options.steps
+        enough = steps * options.batch_size * options.accumulate + options.held_out
+        tokenizer = AutoTokenizer.from_pretrained(target)
+        pieces = read_pieces(tokenizer, texts, options.length, options.held_out, enough)
         student = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32, device_map=device)
         teacher_model = make_teacher(source, student, shares=options.train == "lora")
         identity = {
@@ -191,11 +204,13 @@ def heal(
             command or f"conversion.heal({str(target)!r}, {str(teacher)!r}, {texts!r}, {str(output)!r}, {options!r})"
         )
         report = _report(run, target, teacher, command)
-        _write_folder(run, source, target, work, report)
+        _write_folder(run, source, target, work, report, push_to_hub)
     if output.exists():
         output.rmdir()
     os.rename(work, output)
     (output / STATE_FILE).unlink()  # only now: until it has its name the folder must be known as ours
+    if push_to_hub:
+        push(push_to_hub, output, "Healed")
     return report
 
 
@@ -241,14 +256,7 @@ def make_teacher(source: Source, student: KVMForCausalLM, shares: bool) -> KVMFo
             _check_origin(weight, held)
         weight = weight.to(held.device)
         weights[tensor.name] = held if shares and torch.equal(weight, held) else weight
-    with torch.device("meta"):
-        teacher = KVMForCausalLM(config)
-    if config.tie_word_embeddings:
-        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
-    teacher.load_state_dict(weights, assign=True)
-    teacher.tie_weights()
-    teacher.model.rotary_emb = student.model.rotary_emb  # its buffers are in no checkpoint
-    return teacher.requires_grad_(False).eval()
+    return make_model(config, weights)
 
 
 class Healing:
@@ -544,6 +552,10 @@ def _flag(name: str) -> str:
     return f"`--{name.replace('_', '-')}`"
 
 
+def _name_of(text: str) -> str:
+    return text if dataset_of(text) else Path(text).name
+
+
 def _files(paths) -> list:
     return [[str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns] for path in sorted(paths)]
 
@@ -615,7 +627,8 @@ def _report(run: Healing, target: Path, teacher: str | Path, command: str) -> di
         "options": asdict(run.options),
         "window": run.config.window_size,
         "text": {
-            "tokens": {Path(name).name: count for name, count in run.pieces.tokens.items()},
+            "tokens": {_name_of(text): count for text, count in run.pieces.tokens.items()},
+            "datasets": [dataset[0] for text in run.pieces.tokens if (dataset := dataset_of(text))],
             "pieces": len(run.pieces.train),
             "held_out": len(run.pieces.held_out),
         },
@@ -628,7 +641,7 @@ def _report(run: Healing, target: Path, teacher: str | Path, command: str) -> di
     }
 
 
-def _write_folder(run: Healing, source: Source, target: Path, work: Path, report: dict) -> None:
+def _write_folder(run: Healing, source: Source, target: Path, work: Path, report: dict, repo: str | None) -> None:
     model, stored = run.merge(), read_headers(target)
     for name, parameter in model.named_parameters():
         parameter.data = parameter.data.to(stored[name].dtype)
@@ -637,7 +650,8 @@ def _write_folder(run: Healing, source: Source, target: Path, work: Path, report
     (work / HEAL_REPORT).write_text(json.dumps(report, indent=2) + "\n")
     plot(report, work / PLOT_FILE)
     plan = RetrofitPlan(source, RetrofitOptions(), read_config(work), {})
-    write_card(plan, work, "\n".join([*command_of(target), report["command"]]), healing=_facts(report))
+    commands = "\n".join([*command_of(target), report["command"]])
+    write_card(plan, work, commands, healing=_facts(report), repo=repo)
 
 
 def _facts(report: dict) -> dict:
@@ -657,6 +671,7 @@ def _facts(report: dict) -> dict:
         "seen": pieces * options["length"] * (options["transfer_steps"] + options["steps"]),
         "length": options["length"],
         "trained": trained,
+        "datasets": report["text"]["datasets"],
         "texts": ", ".join(f"{name} ({count} tokens)" for name, count in report["text"]["tokens"].items()),
         "held_out": f"{report['text']['held_out']} pieces of {options['length']} tokens",
         "cross_entropy": options["cross_entropy"],

@@ -3,6 +3,7 @@
 import hashlib
 import json
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from math import prod
@@ -50,8 +51,9 @@ class RetrofitOptions(Options):
     """The choices of `to-kvm`.
 
     Attributes:
-        layers: `"all"` (every layer that is full attention in the source), `"every:N"` (layers 0, N, 2N, ...), or
-            numbers and ranges such as `"0,3,8-11"`.
+        layers: `"all"` (every layer that is full attention in the source), `"every:N"` (layers 0, N, 2N, ...),
+            numbers and ranges such as `"0,3,8-11"`, or `"auto:N"` (all but the N that it costs most to convert, which
+            `convert` measures first).
         budget: `"sqrt"` (`growth * sqrt(tokens)` rows), `"fixed"` (`state_size` rows) or `"saturation"`
             (`state_size * tokens / (state_size + tokens)` rows).
         growth: the factor of the `sqrt` budget, 16 if None; only for `sqrt`.
@@ -287,7 +289,8 @@ def select_layers(choice: str, layer_types: list[str]) -> list[int]:
             selected |= set(range(int(first), int(last if dash else first) + 1))
     except ValueError as error:
         raise RetrofitError(
-            f"`--layers {choice}` is not understood; use `all`, `every:N`, or numbers and ranges like `0,3,8-11`."
+            f"`--layers {choice}` is not understood; use `all`, `every:N`, numbers and ranges like `0,3,8-11`, or (in "
+            "`to-kvm`) `auto:N`."
         ) from error
     outside = sorted(i for i in selected if not 0 <= i < count)
     if outside or not selected:
@@ -298,13 +301,16 @@ def select_layers(choice: str, layer_types: list[str]) -> list[int]:
 def cache_bytes(config: KVMConfig, tokens: int, dtype: torch.dtype) -> int:
     """Bytes of cache per sequence after `tokens` tokens (specification, section 6.4), every tensor counted, for the
     attention implementations that take masks."""
+    kinds = Counter(config.layer_types)
+    return sum(count * layer_bytes(config, kind, tokens, dtype) for kind, count in kinds.items())
+
+
+def layer_bytes(config: KVMConfig, kind: str, tokens: int, dtype: torch.dtype) -> int:
+    """The same for one layer of a kind."""
+    if kind == "kvm_attention":
+        return kvm_layer_bytes(config, tokens, dtype)
     row = 2 * config.num_key_value_heads * config.head_dim * dtype.itemsize  # a key and a value per head
-    return sum(
-        kvm_layer_bytes(config, tokens, dtype)
-        if kind == "kvm_attention"
-        else row * (tokens if kind == "full_attention" else min(tokens, config.sliding_window - 1))
-        for kind in config.layer_types
-    )
+    return row * (tokens if kind == "full_attention" else min(tokens, config.sliding_window - 1))
 
 
 def kvm_layer_bytes(config: KVMConfig, tokens: int, dtype: torch.dtype) -> int:

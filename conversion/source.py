@@ -13,7 +13,7 @@ from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
-from .errors import RetrofitError
+from .errors import RetrofitError, one_line
 from .families import kvm_fields, refuse_unknown
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", ".index.json")
@@ -145,7 +145,7 @@ def _download(hub_id: str, patterns: list[str]) -> Path:
     except Exception as error:  # network, authentication, missing repository: the hub client has many
         raise RetrofitError(
             f"{hub_id!r} is not a local folder or GGUF file, and could not be fetched from the hub (without a network, give "
-            f"a folder or a GGUF file): {error}"
+            f"a folder or a GGUF file): {one_line(error)}"
         ) from error
 
 

@@ -1,16 +1,21 @@
-"""Local text as training data: documents out of files, tokens in a row, cut into pieces of one length."""
+"""Text as training data: documents out of files or datasets of the hub, tokens in a row, cut into pieces of one length."""
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from .errors import RetrofitError
+from .errors import RetrofitError, one_line
+from .hub import is_hub_id
 
-FORMATS = "plain text (any other ending), .jsonl with a field `text`, .parquet with a column `text`"
+FORMATS = (
+    "plain text (any other ending), .jsonl with a field `text`, .parquet with a column `text`, a hub id (`owner/name`, "
+    "`owner/name:configuration`) of a dataset with a column `text` in its split `train`"
+)
 
 
 @dataclass(frozen=True)
@@ -40,23 +45,29 @@ class Pieces:
         return torch.stack(rows)
 
 
-def read_pieces(tokenizer, files: list[Path], length: int, held_out: int) -> Pieces:
-    """Reads all files and packs them: documents one after the other, the end-of-text token between them, cut into pieces.
+def read_pieces(tokenizer, texts: list[str | Path], length: int, held_out: int, enough: float = math.inf) -> Pieces:
+    """Reads texts and packs them: documents one after the other, the end-of-text token between them, cut into pieces.
     Every piece begins with what the tokenizer puts in front of a text, if anything.
+
+    Args:
+        texts: files, which are read whole, or datasets of the hub.
+        enough: pieces to take from the beginning of each of these datasets, which may be larger than the disk.
 
     Raises:
         RetrofitError: a file cannot be read, or there is not enough text.
     """
     prefix = _prefix(tokenizer)
     stream, tokens = [], {}
-    for file in files:
-        before = len(stream)
-        for document in documents(Path(file)):
+    room = length - len(prefix)
+    for text in texts:
+        before, most = len(stream), enough * room if dataset_of(text) else math.inf
+        for document in documents(text):
             stream += tokenizer(document, add_special_tokens=False, verbose=False).input_ids
             if tokenizer.eos_token_id is not None:
                 stream.append(tokenizer.eos_token_id)
-        tokens[str(file)] = len(stream) - before
-    room = length - len(prefix)
+            if len(stream) - before >= most:
+                break
+        tokens[str(text)] = len(stream) - before
     count = len(stream) // room
     if count <= held_out:
         raise RetrofitError(
@@ -71,14 +82,24 @@ def read_pieces(tokenizer, files: list[Path], length: int, held_out: int) -> Pie
     return Pieces(packed[~kept], packed[kept], tokens)
 
 
-def documents(file: Path) -> Iterator[str]:
-    """The texts in a file.
+def dataset_of(text: str | Path) -> tuple[str, str | None] | None:
+    """The hub id and the configuration that `owner/name` or `owner/name:configuration` mean; None for a file."""
+    name, _, configuration = str(text).partition(":")
+    return (name, configuration or None) if not Path(text).exists() and is_hub_id(name) else None
+
+
+def documents(text: str | Path) -> Iterator[str]:
+    """The texts in a file or in the training split of a dataset of the hub.
 
     Raises:
         RetrofitError: it cannot be read, or has no texts where they should be.
     """
+    if dataset := dataset_of(text):
+        yield from _rows(f"`--text {text}` is not a file, and as a dataset of the hub it", *dataset)
+        return
+    file = Path(text)
     if file.suffix == ".parquet":
-        yield from _parquet(file)
+        yield from _rows(f"`--text {file}`", "parquet", data_files=str(file))
         return
     try:
         with open(file, encoding="utf-8") as lines:
@@ -102,19 +123,24 @@ def _text_of(line: str, where: str) -> str:
     return text
 
 
-def _parquet(file: Path) -> Iterator[str]:
+def _rows(subject: str, *dataset, **settings) -> Iterator[str]:
+    """What `load_dataset` reads, a row at a time.
+
+    Args:
+        subject: of the sentence that an error is.
+    """
     try:
         from datasets import load_dataset
     except ImportError as error:
         raise RetrofitError(
-            f"`--text {file}`: parquet files are read through `datasets`, which is not installed. Run `pip install "
-            "datasets`, or give plain text or jsonl."
+            f"{subject} is read through `datasets`, which is not installed. Run `pip install datasets`, or give a file of "
+            "plain text or jsonl."
         ) from error
     try:
-        rows = load_dataset("parquet", data_files=str(file), split="train", streaming=True).select_columns("text")
+        rows = load_dataset(*dataset, split="train", streaming=True, **settings).select_columns("text")
         yield from (row["text"] for row in rows)
-    except Exception as error:  # datasets and pyarrow have many
-        raise RetrofitError(f"`--text {file}` cannot be read: {error}. Formats: {FORMATS}.") from error
+    except Exception as error:  # datasets, pyarrow and the hub's client have many
+        raise RetrofitError(f"{subject} cannot be read: {one_line(error)}. Formats: {FORMATS}.") from error
 
 
 def _prefix(tokenizer) -> list[int]:

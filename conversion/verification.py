@@ -33,6 +33,7 @@ from kvm_hf import KVMConfig
 from kvm_hf.modeling_kvm import CACHE_NAME
 from kvm_hf.state_kvm import StateRule, rows_after
 
+from .card import add_measurements
 from .errors import RetrofitError
 from .plan import DTYPES, PLANNED_LENGTHS, cache_bytes, full_config, kvm_layer_bytes, kvm_layers
 from .source import open_source
@@ -86,7 +87,8 @@ def verify(
     output: Path | None = None,
     on_step: Callable[[int, int, str], None] = lambda done, total, what: None,
 ) -> dict:
-    """Measures `target` against the `source` it was made from; writes `verify.json` and `verify.png`.
+    """Measures `target` against the `source` it was made from; writes `verify.json` and `verify.png`, and into the target's
+    card, unless the output is elsewhere.
 
     Args:
         text: a long text file; the default is Genesis in the King James Version.
@@ -96,16 +98,17 @@ def verify(
     Raises:
         RetrofitError: the two models do not belong together, or the text is too short.
     """
-    _check_options(options)
     config = _target_config(target)
+    _check_options(options, config)
     output = Path(output if output is not None else target)
     if output.exists() and not output.is_dir():
         raise RetrofitError(f"`--output {output}` is a file; name a folder.")
     with tempfile.TemporaryDirectory() as scratch, open_source(source, Path(scratch) / "source") as opened:
         if opened.config.num_hidden_layers != config.num_hidden_layers:
             raise RetrofitError(f"{target} was not made from {source}: their layers differ.")
-        tokenizer = _tokenizer(opened.folder)
-        pieces, filler = _tokens(tokenizer, text or TEXT, options, config)
+        tokenizer = load_tokenizer(opened.folder)
+        longest = max(options.needle_tokens) if options.needles else 0
+        pieces, filler = text_pieces(tokenizer, text or TEXT, options.tokens, options.pieces, at_least=longest)
         prompts = {
             length: _needle_prompts(tokenizer, filler, length, config.window_size, options)
             for length in (options.needle_tokens if options.needles else ())
@@ -138,7 +141,7 @@ def verify(
         config.to_dict(),
         transformers.__version__,
     ]
-    journal = _Journal(output / "verify.partial.json", identity, total, on_step)
+    journal = Journal(output / "verify.partial.json", identity, total, on_step)
 
     exactness = journal.measure("window exactness", _window_exactness, full, kvm, pieces[0], config.window_size)
 
@@ -205,6 +208,8 @@ def verify(
     (output / "verify.json").write_text(written + "\n")
     report = json.loads(written)
     plot(report, output / "verify.png")
+    if output == Path(target):
+        add_measurements(output, _for_the_card(report))
     journal.close()
     return report
 
@@ -243,6 +248,31 @@ def print_report(report: dict, out: Console) -> None:
         before, after = row[FULL], row[TARGET]
         table.add_row(label, f"{before / 2**20:.1f} MiB", f"{after / 2**20:.1f} MiB", f"{after / before:.2f}")
     out.print(table)
+
+
+def _for_the_card(report: dict) -> str:
+    """What a reader of the card wants to see first; the rest is in `verify.json`."""
+    loss, options, needles = report["loss"], report["options"], report["needles"]
+    spans = [f"{first}-{last}" for first, last in loss["blocks"]]
+    rows = [
+        ["mean loss at tokens", *spans, "gap closed", *(f"passkeys, {length} tokens" for length in needles)],
+        ["---"] * (len(spans) + 2 + len(needles)),
+    ]
+    for name, values in loss["by_block"].items():
+        closed = loss["gap_closed"][name]
+        found = [f"{sum(hits[name])} of {len(hits[name])}" if name in hits else "" for hits in needles.values()]
+        label = f"{name} ({report['windows'][name]})" if name in report["windows"] else name
+        rows.append(
+            [label, *(f"{value:.3f}" for value in values), "" if closed is None else f"{100 * closed:.0f} %", *found]
+        )
+    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return (
+        f"With `retrofit verify`, on {options['pieces']} piece(s) of {options['tokens']} tokens of {Path(report['text']).name}, "
+        f"against the source with full attention, in {options['dtype']}. Largest logit difference within the first "
+        f"{report['state']['window']} tokens: {report['window_exactness']:.1e}. Gap closed: from token {loss['from_token']} on, "
+        f"of {loss['gap']:.3f} between the window and full attention. Every number is in `verify.json`.\n\n{table}\n\n"
+        "![Loss, recall and cache](verify.png)"
+    )
 
 
 def plot(report: dict, path: Path) -> None:
@@ -316,7 +346,7 @@ def windowed(model: PreTrainedModel, layers: list[int], size: int, sinks: int):
             hook.remove()
 
 
-class _Journal:
+class Journal:
     """Results of finished measurements, kept on disk so that an interrupted run goes on where it was."""
 
     def __init__(self, path: Path, identity, total: int, on_step):
@@ -345,15 +375,19 @@ class _Journal:
         self.path.unlink()
 
 
-def _check_options(options: VerifyOptions) -> None:
+def _check_options(options: VerifyOptions, config: KVMConfig) -> None:
     if options.dtype not in DTYPES:
         raise RetrofitError(f"`--dtype {options.dtype}` is not known; use one of {', '.join(DTYPES)}.")
     for name, least in (("pieces", 1), ("needles", 0), ("tokens", 1)):
         if getattr(options, name) < least:
             raise RetrofitError(f"`--{name} {getattr(options, name)}` is too few; use {least} or more.")
+    if options.tokens <= 2 * config.window_size:
+        raise RetrofitError(
+            f"`--tokens {options.tokens}` does not reach beyond twice the window of {config.window_size}; use more."
+        )
 
 
-def _tokenizer(folder: Path):
+def load_tokenizer(folder: Path):
     try:
         return AutoTokenizer.from_pretrained(folder)
     except Exception as error:  # transformers has many, depending on which file is missing
@@ -388,21 +422,23 @@ def _target_config(target) -> KVMConfig:
     return config
 
 
-def _tokens(tokenizer, text: Path, options: VerifyOptions, config: KVMConfig):
-    """Pieces of the text to read, `[1, tokens]` each, and what to hide passkeys in."""
+def text_pieces(
+    tokenizer, text: Path, tokens: int, count: int, at_least: int = 0
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """`count` pieces of a text, `[1, tokens]` each, spread evenly over it, and all its ids.
+
+    Raises:
+        RetrofitError: the text cannot be read, or is shorter than its pieces or `at_least`.
+    """
     try:
         ids = torch.tensor(tokenizer(Path(text).read_text(encoding="utf-8")).input_ids)
     except (OSError, UnicodeDecodeError) as error:
         raise RetrofitError(f"The text {text} cannot be read: {error}") from error
-    need = max([options.tokens * options.pieces, *(options.needle_tokens if options.needles else ())])
+    need = max(tokens * count, at_least)
     if len(ids) < need:
         raise RetrofitError(f"{text} has {len(ids)} tokens; {need} are needed. Use a longer text or fewer tokens.")
-    if options.tokens <= 2 * config.window_size:
-        raise RetrofitError(
-            f"`--tokens {options.tokens}` does not reach beyond twice the window of {config.window_size}; use more."
-        )
-    spread = (len(ids) - options.tokens) // max(options.pieces - 1, 1)
-    return [ids[None, i * spread : i * spread + options.tokens] for i in range(options.pieces)], ids
+    spread = (len(ids) - tokens) // max(count - 1, 1)
+    return [ids[None, i * spread : i * spread + tokens] for i in range(count)], ids
 
 
 def _windows(config: KVMConfig, tokens: int, dtype: torch.dtype) -> dict[str, int]:

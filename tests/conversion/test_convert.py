@@ -386,47 +386,6 @@ def test_a_damaged_gguf_file_is_refused(tmp_path):
     assert os.listdir(tmp_path) == ["model.gguf"]
 
 
-class Hub:
-    """Stands in for the hub's client."""
-
-    def __init__(self, login=True):
-        self.login, self.calls = login, []
-
-    def whoami(self):
-        if not self.login:
-            raise OSError("401 Unauthorized")
-
-    def create_repo(self, repo, exist_ok):
-        self.calls.append(("create", repo))
-
-    def upload_folder(self, repo_id, folder_path, commit_message):
-        self.calls.append(("upload", repo_id, sorted(os.listdir(folder_path))))
-
-
-def test_the_finished_folder_is_pushed(source, tmp_path, monkeypatch):
-    hub = Hub()
-    monkeypatch.setattr(conversion.execute, "HfApi", lambda: hub)
-    convert(source, tmp_path / "target", OPTIONS, push_to_hub="me/model")
-    assert [call[0] for call in hub.calls] == ["create", "upload"]
-    assert "model.safetensors" in hub.calls[1][2] and PLAN_FILE not in hub.calls[1][2]
-
-
-def test_a_push_that_fails_keeps_the_finished_folder_and_says_how_to_go_on(source, tmp_path, monkeypatch):
-    hub = Hub()
-    hub.upload_folder = lambda **kwargs: (_ for _ in ()).throw(OSError("connection lost"))
-    monkeypatch.setattr(conversion.execute, "HfApi", lambda: hub)
-    with pytest.raises(RetrofitError, match="hf upload me/model"):
-        convert(source, tmp_path / "target", OPTIONS, push_to_hub="me/model")
-    AutoModelForCausalLM.from_pretrained(tmp_path / "target")
-
-
-def test_a_login_that_fails_is_said_before_work(source, tmp_path, monkeypatch):
-    monkeypatch.setattr(conversion.execute, "HfApi", lambda: Hub(login=False))
-    with pytest.raises(RetrofitError, match="hf auth login"):
-        convert(source, tmp_path / "target", OPTIONS, push_to_hub="me/model")
-    assert not (tmp_path / "target").exists()
-
-
 @pytest.mark.parametrize("text", ["[]", "null", "5", '{"weight_map": []}', '{"weight_map": {"a": 5}}', "{"])
 def test_a_damaged_index_is_refused(source, tmp_path, text):
     (source / "model.safetensors").unlink()

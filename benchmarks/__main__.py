@@ -1,0 +1,330 @@
+"""Speed and memory of our models against Llama and against the floor, side by side in one process.
+
+    python -m benchmarks prefill | decode | train | memory [--full] [--help]
+
+`floor` is Llama with attention replaced by its value projection: the time that no cache can change. Ratios are of
+medians over rounds in which all models take turns. By default a small model, in minutes; `--full` takes the size of the
+paper's 120M runs and long contexts, and tens of minutes to hours on two cores. Writes `COMMAND.json` and `COMMAND.png`
+(to `benchmarks/results/speed/` by default, `--full` to `benchmarks/results/speed-full/`).
+"""
+
+import json
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import torch
+import torch.nn.functional as F
+import typer
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from kvm_hf.attention_kvm import repeat_heads
+from kvm_hf.cache_kvm import KVMLayer
+
+from .measuring import in_own_process, interleaved, machine, spread, synchronize, timed
+from .models import COLOURS, FLOOR, LLAMA, MODELS, MOST_TOKENS, SIZES, make_model, prompt
+from .tasks import prefill_memory, read, step, train_step, training_memory
+
+RESULTS = Path(__file__).parent / "results"
+RAGGED = 8  # rows of the batch of very different lengths
+console = Console()
+app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__.split("\n\n")[0])
+
+Models = Annotated[list[str] | None, typer.Option("--model", help=f"May be given again. Of: {', '.join(MODELS)}.")]
+Lengths = Annotated[list[int] | None, typer.Option("--tokens", help="Context length; may be given again.")]
+Rounds = Annotated[int, typer.Option(min=1, help="Times that each is measured.")]
+Full = Annotated[bool, typer.Option("--full", help="The paper's size and long contexts.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, ...")]
+Output = Annotated[Path | None, typer.Option(help="Folder for the JSON file and the picture.")]
+
+
+@app.command()
+def prefill(
+    models: Models = None,
+    lengths: Lengths = None,
+    rounds: Rounds = 3,
+    full: Full = False,
+    device: Device = "cpu",
+    output: Output = None,
+) -> None:
+    """Time of a prompt that fills a cache."""
+    size = "paper" if full else "small"
+    cells = _cells(models, lengths or ([1024, 4096, 16384] if full else [512, 1024, 2048, 4096]))
+    loaded = _load({name for name, _ in cells}, size, device)
+
+    def run(name: str, tokens: int) -> float:
+        return timed(lambda: read(loaded[name], prompt(size, tokens, device)), device)
+
+    with torch.inference_mode():
+        taken = interleaved({cell: partial(run, *cell) for cell in cells}, rounds, "Prefill")
+    rows = [
+        {"model": name, "tokens": tokens, "seconds": spread(seconds)}
+        | {"per_token": statistics.median(seconds) / tokens}
+        for (name, tokens), seconds in taken.items()
+    ]
+    _finish("prefill", rows, "milliseconds per token of the prompt", size, rounds, device, output, full)
+
+
+@app.command()
+def decode(
+    models: Models = None,
+    lengths: Lengths = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Chunks of 64 tokens that each decodes.")] = 4,
+    full: Full = False,
+    device: Device = "cpu",
+    output: Output = None,
+) -> None:
+    """Time of a token after a context. Four rounds of 64 tokens pass just one border of chunks."""
+    size = "paper" if full else "small"
+    cells = _cells(models, lengths or ([512, 1024, 4096, 16384] if full else [512, 2048, 8192]))
+    loaded = _load({name for name, _ in cells}, size, device)
+    steps, caches, own_share = {cell: [] for cell in cells}, {}, {cell: [] for cell in cells}
+
+    def run(name: str, tokens: int) -> float:
+        model, cell = loaded[name], (name, tokens)
+        for token in prompt(size, 64, device)[0]:
+            with _attention_times(device, own_share[cell] if name.startswith("kvm") else None):
+                steps[cell].append(timed(lambda token=token: step(model, caches[cell], token.view(1, 1)), device))
+        return sum(steps[cell][-64:])
+
+    with torch.inference_mode():
+        for name, tokens in tqdm(cells, desc="Filling caches"):
+            caches[name, tokens] = read(loaded[name], prompt(size, tokens, device))
+        interleaved({cell: partial(run, *cell) for cell in cells}, rounds, "Decoding")
+        ragged = _ragged(
+            [name for name in loaded if name.startswith("kvm")], loaded, size, max(cells)[1], rounds, device
+        )
+    rows = []
+    for name, tokens in cells:
+        measured = steps[name, tokens][64:]  # the first ones were to warm up
+        row = {"model": name, "tokens": tokens, "seconds": spread(measured), "per_token": statistics.mean(measured)}
+        if own_share[name, tokens]:
+            ours, plain = (statistics.median(column) for column in zip(*own_share[name, tokens]))
+            row["attention_over_one_sdpa_call"] = ours / plain
+            row["share_of_chunk_borders"] = 1 - statistics.median(measured) * len(measured) / sum(measured)
+        rows.append(row)
+    _finish(
+        "decode", rows, "milliseconds per token, borders of chunks included", size, rounds, device, output, full, ragged
+    )
+
+
+@app.command()
+def train(
+    models: Models = None,
+    lengths: Lengths = None,
+    rounds: Rounds = 3,
+    full: Full = False,
+    device: Device = "cpu",
+    output: Output = None,
+) -> None:
+    """Time and memory of a training step, forward and backward, without checkpointing."""
+    size = "paper" if full else "small"
+    names = [name for name in models or MODELS if not name.startswith("maglev")]
+    cells = _cells(names, lengths or ([1024, 4096] if full else [512, 1024, 2048, 4096]))
+    loaded = _load(set(names), size, device)
+
+    def run(name: str, tokens: int) -> float:
+        return timed(lambda: train_step(loaded[name], prompt(size, tokens, device)), device)
+
+    taken = interleaved({cell: partial(run, *cell) for cell in cells}, rounds, "Training")
+    memory = {}
+    for name, tokens in tqdm(cells, desc="Memory, in processes of their own"):
+        memory[name, tokens] = in_own_process(training_memory, name, size, tokens, device)
+    rows = [
+        {
+            "model": name,
+            "tokens": tokens,
+            "seconds": spread(seconds),
+            "per_token": statistics.median(seconds) / tokens,
+            "added_bytes": memory[name, tokens],
+        }
+        for (name, tokens), seconds in taken.items()
+    ]
+    _finish("train", rows, "milliseconds per token of a training step", size, rounds, device, output, full)
+
+
+@app.command()
+def memory(
+    models: Models = None,
+    lengths: Lengths = None,
+    full: Full = False,
+    device: Device = "cpu",
+    output: Output = None,
+) -> None:
+    """Bytes of cache after a prompt, against the formula of the specification, and the memory that the prompt needed."""
+    size = "paper" if full else "small"
+    names = [name for name in models or MODELS if name != FLOOR]
+    cells = _cells(names, lengths or ([1024, 4096, 16384] if full else [512, 1024, 2048, 4096]))
+    rows = []
+    for name, tokens in tqdm(cells, desc="Memory, in processes of their own"):
+        rows.append({"model": name, "tokens": tokens} | in_own_process(prefill_memory, name, size, tokens, device))
+    _finish("memory", rows, "MiB of cache", size, 1, device, output, full)
+
+
+@contextmanager
+def _attention_times(device: str, found: list | None):
+    """Within it, every update of a KVM layer is timed, and beside it one plain attention call over the same rows: pairs of
+    the sums over all layers of a step go to `found`."""
+    if found is None:
+        yield
+        return
+    update, ours, plain = KVMLayer.update, [], []
+
+    def timed_update(layer, key_states, value_states, step, **kwargs):
+        synchronize(device)
+        start = time.perf_counter()
+        output = update(layer, key_states, value_states, step, **kwargs)
+        synchronize(device)
+        ours.append(time.perf_counter() - start)
+        stop = layer._state_columns + layer.stop
+        groups = step.queries.shape[1] // layer.keys.shape[1]
+        keys, values = (repeat_heads(part[:, :, :stop], groups) for part in (layer.keys, layer.values))
+        plain.append(timed(lambda: F.scaled_dot_product_attention(step.queries, keys, values), device))
+        return output
+
+    KVMLayer.update = timed_update
+    try:
+        yield
+    finally:
+        KVMLayer.update = update
+    found.append((sum(ours), sum(plain)))
+
+
+def _ragged(names: list[str], loaded: dict, size: str, tokens: int, rounds: int, device: str) -> list[dict]:
+    """Decoding of a batch whose rows differ in length against one of equal rows, as many tokens each on average."""
+    lengths = [round(tokens / 8 * (row + 1) / RAGGED) for row in range(RAGGED)]
+    mean, runs, masks, caches = sum(lengths) // RAGGED, {}, {}, {}
+
+    def run(name: str, kind: str) -> float:
+        total = 0.0
+        for token in prompt(size, 64, device)[0]:
+            masks[name, kind] = F.pad(masks[name, kind], (0, 1), value=1)
+            ids = token.expand(RAGGED, 1)
+            one = partial(step, loaded[name], caches[name, kind], ids, attention_mask=masks[name, kind])
+            total += timed(one, device)
+        return total
+
+    for name in names:
+        for kind, rows in (("uniform", [mean] * RAGGED), ("ragged", lengths)):
+            width = max(rows)
+            mask = torch.arange(width, device=device) >= width - torch.tensor(rows, device=device)[:, None]
+            masks[name, kind] = mask.long()
+            caches[name, kind] = read(
+                loaded[name], prompt(size, width, device, RAGGED), attention_mask=masks[name, kind]
+            )
+            runs[name, kind] = partial(run, name, kind)
+    taken = {pair: statistics.median(seconds) for pair, seconds in interleaved(runs, rounds, "Ragged batches").items()}
+    return [
+        {"model": name, "lengths": lengths, "ragged_over_uniform": taken[name, "ragged"] / taken[name, "uniform"]}
+        for name in names
+    ]
+
+
+def _cells(models: list[str] | None, lengths: list[int]) -> list[tuple[str, int]]:
+    """What is measured: each model at each length that it can do."""
+    names = list(models or MODELS)
+    unknown = sorted(set(names) - set(MODELS))
+    if unknown:
+        raise typer.BadParameter(f"--model {', '.join(unknown)}: known are {', '.join(MODELS)}.")
+    if min(lengths) < 2:
+        raise typer.BadParameter(f"--tokens {min(lengths)}: must be 2 or more.")
+    return [(name, tokens) for tokens in lengths for name in names if tokens <= MOST_TOKENS.get(name, tokens)]
+
+
+def _load(names: set[str], size: str, device: str) -> dict[str, PreTrainedModel]:
+    return {name: make_model(name, size, device) for name in MODELS if name in names}
+
+
+def _finish(
+    command: str,
+    rows: list[dict],
+    what: str,
+    size: str,
+    rounds: int,
+    device: str,
+    output: Path | None,
+    full: bool,
+    ragged: list[dict] = (),
+) -> None:
+    """Ratios, then JSON, picture and table."""
+    key = "cache_bytes" if command == "memory" else "per_token"
+    for row in rows:
+        for other in (LLAMA, FLOOR):
+            beside = [r for r in rows if r["model"] == other and r["tokens"] == row["tokens"]]
+            if beside and other != row["model"]:
+                row[f"over_{other}"] = row[key] / beside[0][key]
+                if "added_bytes" in row and other == LLAMA:
+                    row["added_over_llama"] = row["added_bytes"] / beside[0]["added_bytes"]
+    output = output or RESULTS / ("speed-full" if full else "speed")
+    output.mkdir(parents=True, exist_ok=True)
+    facts = {
+        "command": shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]]),
+        "machine": machine(device),
+        "size": SIZES[size],
+        "rounds": rounds,
+        "rows": rows,
+        "ragged": list(ragged),
+    }
+    (output / f"{command}.json").write_text(json.dumps(facts, indent=1) + "\n")
+    _draw(rows, what, key, output / f"{command}.png")
+    _print(rows, ragged, key)
+    console.print(f"{output / f'{command}.json'}\n{output / f'{command}.png'}", soft_wrap=True)
+
+
+def _draw(rows: list[dict], what: str, key: str, path: Path) -> None:
+    figure, axes = plt.subplots(figsize=(7.5, 4.8), layout="constrained")
+    unit: Callable[[float], float] = (
+        (lambda value: value / 2**20) if key == "cache_bytes" else (lambda value: 1000 * value)
+    )
+    for name in dict.fromkeys(row["model"] for row in rows):
+        points = [(row["tokens"], unit(row[key])) for row in rows if row["model"] == name]
+        axes.loglog(*zip(*points), marker="o", markersize=4, color=COLOURS[name], label=name)
+    ticks = sorted({row["tokens"] for row in rows})
+    axes.set_xticks(ticks, [str(tick) for tick in ticks])
+    axes.minorticks_off()
+    axes.set(xlabel="tokens of context", ylabel=what)
+    axes.legend(frameon=False, fontsize=8)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def _print(rows: list[dict], ragged: list[dict], key: str) -> None:
+    further = [
+        name
+        for name in (
+            f"over_{LLAMA}",
+            f"over_{FLOOR}",
+            "added_over_llama",
+            "attention_over_one_sdpa_call",
+            "share_of_chunk_borders",
+        )
+        if any(name in row for row in rows)
+    ]
+    table = Table("model", "tokens", "MiB of cache" if key == "cache_bytes" else "ms per token", *further)
+    for row in rows:
+        value = row[key] / 2**20 if key == "cache_bytes" else 1000 * row[key]
+        cells = [f"{row[name]:.2f}" if name in row else "" for name in further]
+        table.add_row(row["model"], str(row["tokens"]), f"{value:.3g}", *cells)
+    console.print(table)
+    for row in ragged:
+        console.print(
+            f"{row['model']}: a batch of {RAGGED} rows of {row['lengths'][0]} to {row['lengths'][-1]} tokens takes "
+            f"{row['ragged_over_uniform']:.2f} times one of equal rows."
+        )
+
+
+if __name__ == "__main__":
+    app()
