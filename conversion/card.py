@@ -33,14 +33,20 @@ print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))
 ```
 
 """
-MAGLEV = """{{ source }}, prepared for training as a Maglev model ([arXiv 2608.02870](https://arxiv.org/abs/2608.02870)), and **not
+MAGLEV = """{% if healing %}{{ source }} as a Maglev model ([arXiv 2608.02870](https://arxiv.org/abs/2608.02870)): a decoder with a
+sliding window of {{ window }} tokens in each of its {{ layers }} layers, and a memory of what lies further back. The weights
+were **healed**: trained for a short while to do what the source does (below).
+{%- else %}{{ source }}, prepared for training as a Maglev model ([arXiv 2608.02870](https://arxiv.org/abs/2608.02870)), and **not
 trained yet**. Until it is, its memory does nothing: the decoder is the source with a sliding window of {{ window }} tokens
 in each of its {{ layers }} layers, and whatever lies further back is lost on it. Within the first {{ window }} tokens it
 computes what the source computes.
+{%- endif %}
 
 Beside the decoder, this folder has what training needs. Prefiller: {{ prefiller }}.
 
-## Train it
+## Train it{% if healing %} further{% else %}
+
+`retrofit heal` trains it for a short while to do what the source does.{% endif %}
 
 `MaglevTrainer` is in the package `kvm-maglev-hf`; transformers' `Trainer` does the same and logs less.
 
@@ -65,7 +71,7 @@ How many sweeps, and which `consistency_weight` (here {{ weight }}), suits a mod
 
 ## Use it
 
-Once trained, `export_decoder` writes what is deployed, without the prefiller, and code to load it with:
+{% if not healing %}Once trained, {% endif %}`export_decoder` writes what is deployed, without the prefiller, and code to load it with:
 
 ```python
 model.export_decoder("deployed")
@@ -78,16 +84,18 @@ tokenizer.save_pretrained("deployed")
 """
 HEALED = """{% if healing %}## How it was healed
 
-{{ healing.steps }}, {{ healing.seen }} tokens in pieces of {{ healing.length }}. Trained: {{ healing.trained }}, and the
-parameters that only KVM layers have. The loss is the divergence of the next token's distribution from that of the source
-with full attention{% if healing.cross_entropy %}, and {{ healing.cross_entropy }} times the cross-entropy beyond the
-window{% endif %}. Text: {{ healing.texts }}.
+{{ healing.steps }}, {{ healing.seen }} tokens in pieces of {{ healing.length }}. Trained: {{ healing.trained }}. The loss is
+the divergence of the next token's distribution from that of the source with full attention{% if healing.cross_entropy %},
+and {{ healing.cross_entropy }} times the cross-entropy beyond the window{% endif %}{% if healing.consistency_weight %}, and
+{{ healing.consistency_weight }} times the distance between memories and the prefiller's targets, which the decoder reads in training,
+with up to {{ healing.sweeps }} further passes over its own memories{% endif %}. Text: {{ healing.texts }}.
 
 | on {{ healing.held_out }} of this text that were not trained on, beyond the window | before | after | source |
 |---|---|---|---|
 | loss | {{ "%.4f"|format(healing.before.loss) }} | {{ "%.4f"|format(healing.after.loss) }} | {{ "%.4f"|format(healing.after.teacher_loss) }} |
 | divergence from the source | {{ "%.4f"|format(healing.before.divergence) }} | {{ "%.4f"|format(healing.after.divergence) }} | 0 |
 
+{% if healing.consistency_weight %}The decoder is measured as it is deployed, reading its own memories. {% endif -%}
 `heal.json` has every step, `heal.png` the curves. Within the window too the model is no longer exactly the source.
 
 {% endif %}"""
@@ -114,7 +122,7 @@ MEASURE_MAGLEV = " Evaluate before and after training, and compare with the sour
 # Tags and template by the target's `model_type`.
 CARDS = {
     "kvm": (["kvm", "key-value-means", "compressed-kv-cache"], TOP + KVM + HEALED + MADE + NOT_MEASURED + MEASURE_KVM),
-    "maglev": (["maglev", "sliding-recurrent-memory"], TOP + MAGLEV + MADE + NOT_MEASURED + MEASURE_MAGLEV),
+    "maglev": (["maglev", "sliding-recurrent-memory"], TOP + MAGLEV + HEALED + MADE + NOT_MEASURED + MEASURE_MAGLEV),
 }
 
 

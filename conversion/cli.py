@@ -17,6 +17,7 @@ from tqdm import tqdm
 from .errors import RetrofitError
 from .execute import convert
 from .heal import HealOptions, heal, print_healing
+from .heal_recipes import KVMRecipe, MaglevRecipe
 from .maglev import MaglevOptions
 from .paper import PaperPlan, export_paper, import_paper
 from .plan import DEFAULT_GROWTH, DEFAULT_STATE_SIZE, Options, Plan, RetrofitOptions
@@ -283,7 +284,7 @@ def rank_command(
 
 @app.command("heal")
 def heal_command(
-    target: Annotated[Path, typer.Argument(help="KVM model that `to-kvm` made; stays as it is.")],
+    target: Annotated[Path, typer.Argument(help="Model that `to-kvm` or `to-maglev` made; stays as it is.")],
     teacher: Annotated[str, typer.Option(help="The checkpoint that it was made from.")],
     text: Annotated[
         list[str],
@@ -294,7 +295,11 @@ def heal_command(
     output: Annotated[Path | None, typer.Option(help="Folder to write. Default: TARGET-healed.")] = None,
     length: Annotated[int, typer.Option(help="Tokens per piece of text; several times the window.")] = HEAL.length,
     transfer_steps: Annotated[
-        int, typer.Option(help="Steps in which each layer's attention learns the teacher's output.")
+        int | None,
+        typer.Option(
+            help="Steps in which each layer's attention learns the teacher's output, before the distillation. "
+            f"Default: {KVMRecipe.defaults['transfer_steps']}; Maglev models have none."
+        ),
     ] = HEAL.transfer_steps,
     steps: Annotated[
         int, typer.Option(help="Steps in which the model learns the teacher's next-token distribution.")
@@ -310,8 +315,19 @@ def heal_command(
     ] = HEAL.transfer_lr,
     lr: Annotated[float, typer.Option(help="Peak learning rate of the distillation.")] = HEAL.lr,
     new_lr: Annotated[
-        float, typer.Option(help="Peak learning rate of temperatures and gates, in both stages.")
+        float | None,
+        typer.Option(
+            help="Peak learning rate of temperatures and gates, in both stages, or of memory projections and gates. Default: "
+            f"{KVMRecipe.defaults['new_lr']:g} for KVM models, {MaglevRecipe.defaults['new_lr']:g} for Maglev models."
+        ),
     ] = HEAL.new_lr,
+    sweeps: Annotated[
+        int | None,
+        typer.Option(
+            help="Maglev models: up to how many passes of a step read the decoder's own memories (drawn anew each step). "
+            f"Default: {MaglevRecipe.defaults['sweeps']}."
+        ),
+    ] = HEAL.sweeps,
     cross_entropy: Annotated[
         float, typer.Option(help="Weight of the cross-entropy beyond the window, beside the distillation.")
     ] = HEAL.cross_entropy,
@@ -332,7 +348,7 @@ def heal_command(
     push_to_hub: PushToHub = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")] = False,
 ) -> None:
-    """Train a KVM model for a short while to do what its source does with full attention.
+    """Train a KVM or Maglev model for a short while to do what its source does with full attention.
 
     An interrupted run leaves OUTPUT.incomplete; the same command goes on from there.
     """
@@ -348,6 +364,7 @@ def heal_command(
             transfer_lr=transfer_lr,
             lr=lr,
             new_lr=new_lr,
+            sweeps=sweeps,
             cross_entropy=cross_entropy,
             held_out=held_out,
             seed=seed,

@@ -1,9 +1,10 @@
-"""`retrofit heal`: a short training run that wins back what a KVM model lost against the checkpoint it was made from.
+"""`retrofit heal`: a short training run that wins back what a model lost against the checkpoint it was made from.
 
 The recipe follows RADLADS (arXiv 2505.03005). First each converted layer's attention learns to give, on the teacher's own
-hidden states, the teacher's output (`transfer`); then the model learns the teacher's distribution of the next token, at
-lengths well beyond the window (`distill`). The teacher is the source with full attention: a second tree of modules over the
-student's own tensors wherever these are frozen, so that together they take the memory of about one model.
+hidden states, the teacher's output (`transfer`, for KVM models only); then the model learns the teacher's distribution of
+the next token, at lengths well beyond the window (`distill`). The teacher is the source with full attention: a second tree
+of modules over the student's own tensors wherever these are frozen, so that together they take the memory of about one
+model. What differs between KVM and Maglev models is in `heal_recipes`.
 """
 
 import json
@@ -22,15 +23,16 @@ import transformers
 from rich.console import Console
 from rich.table import Table
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
-from kvm_hf import KVMConfig, KVMForCausalLM
+from kvm_hf import KVMForCausalLM
 
 from .card import command_of, write_card
 from .errors import RetrofitError
 from .execute import check_target, keep_files
+from .heal_recipes import DISTILL, TRANSFER, Recipe, read_recipe, recipe_for
 from .hub import prepare_repo, push
-from .plan import RetrofitOptions, RetrofitPlan, full_config, kvm_layers, target_tensors
+from .plan import RetrofitPlan, full_config, kvm_layers, target_tensors
 from .source import Source, files_around, open_source, read_headers
 from .tensors import make_model, make_tensor
 from .texts import Pieces, dataset_of, read_pieces
@@ -39,31 +41,11 @@ from .verification import HEAL_REPORT, find_device, read_config
 STATE_FILE, PLOT_FILE = "heal.pt", "heal.png"
 # Results about another model than the one that is written.
 OWN_REPORTS = (HEAL_REPORT, PLOT_FILE, "verify.json", "verify.png")
-TRANSFER, DISTILL = "attention transfer", "distillation"
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
-# What a KVM layer has that the teacher's attention has not.
-NEW_PARAMETERS = ("state_temperature", "window_temperature", "merge_gate.", "state_norm.")
 # Positions whose logits are in memory at once.
 POSITIONS = 256
 # Options that change neither the data nor (but for rounding) the losses, so that a run may be continued with others.
 FREE_OPTIONS = ("save_every", "gradient_checkpointing", "device")
-# What the teacher's config and the target's must agree on.
-ARCHITECTURE = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "hidden_act",
-    "rms_norm_eps",
-    "rope_parameters",
-    "attention_bias",
-    "mlp_bias",
-    "use_qk_norm",
-    "no_rope_layers",
-)
 
 
 @dataclass(frozen=True)
@@ -72,14 +54,19 @@ class HealOptions:
 
     Attributes:
         length: tokens per piece of text; must exceed the window.
-        transfer_steps, steps: optimizer steps of attention transfer and of distillation.
+        transfer_steps, steps: optimizer steps of attention transfer and of distillation. The first is 8 if None, and 0 for
+            Maglev models, which have no attention transfer.
         batch_size: pieces of text at once.
         accumulate: batches per step, one after the other.
         train: `"lora"` (corrections of low rank to q, k, v and o of the converted layers, merged at the end) or `"full"`
-            (in the transfer the attention of the converted layers, then everything).
+            (in the transfer the attention of the converted layers, then everything; of Maglev models the decoder's layers
+            and final norm). A prefiller of its own stays as it is.
         rank: of the corrections.
         transfer_lr, lr: peak learning rates of LoRA or the weights in the two stages.
-        new_lr: that of the parameters that only KVM layers have, in both.
+        new_lr: that of the parameters that the teacher has not, in both; if None 1e-2, and 1e-4 for the memory projections
+            and gates of Maglev models.
+        sweeps: of Maglev models, up to how many passes of a step read the decoder's own memories; 8 if None. Their number is
+            drawn anew for each step, as by `GrowingSweeps`.
         cross_entropy: weight in the distillation's loss of the cross-entropy beyond the window.
         held_out: pieces that are not trained on, to measure before and after.
         seed: of LoRA's initial values and the order of the pieces.
@@ -93,7 +80,7 @@ class HealOptions:
     """
 
     length: int = 1536
-    transfer_steps: int = 8
+    transfer_steps: int | None = None
     steps: int = 30
     batch_size: int = 1
     accumulate: int = 1
@@ -101,7 +88,8 @@ class HealOptions:
     rank: int = 16
     transfer_lr: float = 2e-3
     lr: float = 2e-3
-    new_lr: float = 1e-2
+    new_lr: float | None = None
+    sweeps: int | None = None
     cross_entropy: float = 0.0
     held_out: int = 4
     seed: int = 0
@@ -111,7 +99,7 @@ class HealOptions:
     device: str = "auto"
 
     def __post_init__(self):
-        least = {"transfer_steps": 0, "seed": 0}
+        least = {"transfer_steps": 0, "seed": 0, "sweeps": 0}
         for name in (
             "length",
             "transfer_steps",
@@ -119,15 +107,18 @@ class HealOptions:
             "batch_size",
             "accumulate",
             "rank",
+            "sweeps",
             "held_out",
             "seed",
             "save_every",
         ):
-            if getattr(self, name) < least.get(name, 1):
-                raise RetrofitError(f"{_flag(name)} must be {least.get(name, 1)} or more, got {getattr(self, name)}.")
+            value = getattr(self, name)
+            if value is not None and value < least.get(name, 1):
+                raise RetrofitError(f"{_flag(name)} must be {least.get(name, 1)} or more, got {value}.")
         for name in ("transfer_lr", "lr", "new_lr"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise RetrofitError(f"{_flag(name)} must be positive, got {getattr(self, name)}.")
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise RetrofitError(f"{_flag(name)} must be positive, got {value}.")
         if not 0 <= self.cross_entropy < math.inf:
             raise RetrofitError(f"`--cross-entropy` must be 0 or more, got {self.cross_entropy}.")
         for name, known in (("train", ("lora", "full")), ("dtype", ("float32", "bfloat16"))):
@@ -146,13 +137,13 @@ def heal(
     command: str | None = None,
     on_step: Callable[[int, int, str], None] = lambda done, total, what: None,
 ) -> dict:
-    """Trains the KVM model `target` to do what its source `teacher` does; writes a folder like `target`, which stays as it is.
+    """Trains the model `target` to do what its source `teacher` does; writes a folder like `target`, which stays as it is.
 
     All work happens in `OUTPUT.incomplete`. An interrupted run leaves that folder; the same call again goes on from there,
     with the losses that it would have had.
 
     Args:
-        target: folder that `retrofit to-kvm` made.
+        target: folder that `retrofit to-kvm` or `retrofit to-maglev` made.
         teacher: the checkpoint that it was made from: local folder, hub id, or GGUF file.
         texts: plain text, jsonl or parquet files, or hub ids of datasets.
         output: folder that does not exist yet or is empty; default: `target` with `-healed` behind its name.
@@ -168,8 +159,9 @@ def heal(
     """
     target = Path(target).resolve()
     output = Path(output).resolve() if output is not None else target.with_name(target.name + "-healed")
-    config = _target_config(target)
-    _check_length(options.length, config)
+    recipe = read_recipe(target)
+    options = recipe.fill(options)
+    _check_length(options.length, recipe)
     check_target(output)
     work = output.with_name(output.name + ".incomplete")
     if work.exists() and not (work / STATE_FILE).is_file():
@@ -179,7 +171,7 @@ def heal(
     device = find_device(options.device)
 
     def check(source_config: PreTrainedConfig) -> None:
-        _check_teacher(source_config, config)
+        _check_teacher(source_config, recipe)
         if push_to_hub:
             prepare_repo(push_to_hub)
 
@@ -188,8 +180,8 @@ def heal(
         enough = steps * options.batch_size * options.accumulate + options.held_out
         tokenizer = AutoTokenizer.from_pretrained(target)
         pieces = read_pieces(tokenizer, texts, options.length, options.held_out, enough)
-        student = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32, device_map=device)
-        teacher_model = make_teacher(source, student, shares=options.train == "lora")
+        student = recipe.load(target, device)
+        teacher_model = make_teacher(source, student, shares=recipe.keeps_them(options.train))
         identity = {
             "target": [str(target), *_files(target.glob("*.safetensors"))],
             "teacher": _files(source.weight_files),
@@ -241,7 +233,7 @@ class LoRALinear(nn.Module):
         return self.base
 
 
-def make_teacher(source: Source, student: KVMForCausalLM, shares: bool) -> KVMForCausalLM:
+def make_teacher(source: Source, student: PreTrainedModel, shares: bool) -> KVMForCausalLM:
     """The source with its own attention, frozen.
 
     Args:
@@ -249,11 +241,12 @@ def make_teacher(source: Source, student: KVMForCausalLM, shares: bool) -> KVMFo
     """
     config = full_config(source.config)
     config.dtype, config.tie_word_embeddings = torch.float32, student.config.tie_word_embeddings
-    own, weights = dict(student.named_parameters()), {}
+    recipe, weights = recipe_for(student.config), {}
+    own = recipe.tensors_of_teacher(student)
     for tensor in target_tensors(RetrofitPlan, source, config, keeps_dtypes=False):
         weight, held = make_tensor(source, tensor), own[tensor.name].detach()
         if tensor.name == "model.embed_tokens.weight":
-            _check_origin(weight, held)
+            _check_origin(weight, held, recipe)
         weight = weight.to(held.device)
         weights[tensor.name] = held if shares and torch.equal(weight, held) else weight
     return make_model(config, weights)
@@ -268,15 +261,16 @@ class Healing:
         before, after: losses on the held-out pieces.
     """
 
-    def __init__(self, student: KVMForCausalLM, teacher: KVMForCausalLM, pieces: Pieces, options: HealOptions):
-        self.student, self.teacher, self.pieces, self.options = student, teacher, pieces, options
-        self.config: KVMConfig = student.config
+    def __init__(self, student: PreTrainedModel, teacher: KVMForCausalLM, pieces: Pieces, options: HealOptions):
+        self.student, self.teacher, self.pieces = student, teacher, pieces
+        self.recipe = recipe_for(student.config)
+        self.options = options = self.recipe.fill(options)
         self.step, self.log, self.before, self.after = 0, [], None, None
         self.work, self.identity, self.optimizer, self.kept_optimizer = None, None, None, None
         torch.manual_seed(options.seed)
         student.requires_grad_(False)
         if options.train == "lora":
-            for layer in self._attentions():
+            for layer in self.recipe.attentions(student):
                 for name in PROJECTIONS:
                     setattr(layer, name, LoRALinear(getattr(layer, name), options.rank))
         if options.gradient_checkpointing:
@@ -326,18 +320,14 @@ class Healing:
         on_step(self.step, total, "measuring")
         self.after = self.measure()
 
-    def _attentions(self) -> list[nn.Module]:
-        return [self.student.model.layers[index].self_attn for index in kvm_layers(self.config)]
-
     def _trained(self, stage: str) -> dict[str, nn.Parameter]:
         """The parameters that a stage trains, by name."""
-        converted = tuple(f"model.layers.{index}.self_attn." for index in kvm_layers(self.config))
         trained = {}
         for name, parameter in self.student.named_parameters():
             if self.options.train == "full":
-                wanted = stage == DISTILL or name.startswith(converted)
+                wanted = self.recipe.in_full(name, stage)
             else:
-                wanted = _is_new(name) or name.endswith((".down", ".up"))
+                wanted = self.recipe.is_new(name) or name.endswith((".down", ".up"))
             if wanted:
                 trained[name] = parameter
         return trained
@@ -349,7 +339,7 @@ class Healing:
         new, rest = [], []
         for name, parameter in trained.items():
             parameter.requires_grad_(True)
-            (new if _is_new(name) else rest).append(parameter)
+            (new if self.recipe.is_new(name) else rest).append(parameter)
         rate = self.options.transfer_lr if stage == TRANSFER else self.options.lr
         groups = [{"params": new, "peak": self.options.new_lr}, {"params": rest, "peak": rate}]
         optimizer = torch.optim.AdamW(
@@ -370,7 +360,7 @@ class Healing:
         for part in range(options.accumulate):
             ids = self.pieces.batch(self.step * options.accumulate + part, options.batch_size, options.seed)
             ids = ids.to(self.student.device)
-            with self._precision():
+            with self._precision(), self.recipe.step(self.student, self.step, options):
                 if stage == TRANSFER:
                     loss += transfer(self.student, self.teacher, ids, 1 / options.accumulate)
                 else:
@@ -384,9 +374,10 @@ class Healing:
 
     @torch.no_grad()
     def measure(self) -> dict[str, float]:
-        """On the held-out pieces, beyond the window: the divergence from the teacher, and the loss of both; in float32."""
+        """On the held-out pieces, beyond the window: the divergence from the teacher, and the loss of both; in float32. The
+        student is the deployed one: a Maglev decoder reads its own memories, and no prefiller's targets."""
         self.student.eval()
-        first = self.config.window_size
+        first = self.recipe.window
         sums, tokens = torch.zeros(3, dtype=torch.float64), 0
         for piece in self.pieces.held_out[:, None]:
             ids = piece.to(self.student.device)
@@ -443,9 +434,9 @@ class Healing:
         )
         unfinished.replace(self.work / STATE_FILE)
 
-    def merge(self) -> KVMForCausalLM:
+    def merge(self) -> PreTrainedModel:
         """The student as an ordinary model."""
-        for layer in self._attentions():
+        for layer in self.recipe.attentions(self.student):
             for name in PROJECTIONS:
                 projection = getattr(layer, name)
                 if isinstance(projection, LoRALinear):
@@ -489,10 +480,11 @@ def transfer(student: KVMForCausalLM, teacher: KVMForCausalLM, ids: torch.Tensor
 
 
 def distill(
-    student: KVMForCausalLM, teacher: KVMForCausalLM, ids: torch.Tensor, cross_entropy: float, share: float
+    student: PreTrainedModel, teacher: KVMForCausalLM, ids: torch.Tensor, cross_entropy: float, share: float
 ) -> float:
     """Distillation on `[B, T]` ids: the divergence KL(teacher || student) of the next token, the mean over all positions,
-    and `cross_entropy` times the mean loss on the text itself beyond the window.
+    and `cross_entropy` times the mean loss on the text itself beyond the window; of Maglev models also the distance between
+    memories and targets, times its weight in their config.
 
     Logits are made for a few positions at a time, and their gradients with them.
 
@@ -500,11 +492,12 @@ def distill(
         share: of the loss in the gradients.
     """
     batch, length = ids.shape
-    window = student.config.window_size
+    recipe = recipe_for(student.config)
+    window = recipe.window
     with torch.no_grad():
         wanted = teacher.model(ids, use_cache=False).last_hidden_state
-    hidden = student.model(ids, use_cache=False).last_hidden_state
-    leaf, total = hidden.detach().requires_grad_(), 0.0
+    hidden, others = recipe.read(student, ids)
+    leaf, total = hidden.detach().requires_grad_(), sum(term.item() for term in others)
     for start in range(0, length, POSITIONS):
         part = slice(start, start + POSITIONS)
         logits = _logits(student, leaf[:, part])
@@ -518,11 +511,11 @@ def distill(
             loss = loss + cross_entropy * text_loss / (batch * (length - 1 - window))
         (loss * share).backward()
         total += loss.item()
-    hidden.backward(leaf.grad)
+    torch.autograd.backward([hidden, *others], [leaf.grad, *(torch.full_like(term, share) for term in others)])
     return share * total
 
 
-def _logits(model: KVMForCausalLM, hidden: torch.Tensor) -> torch.Tensor:
+def _logits(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
     """In float32 also under autocast: rounded logits would make a divergence of their own."""
     with torch.autocast(hidden.device.type, enabled=False):
         return model.compute_logits(hidden.float())
@@ -544,10 +537,6 @@ def _schedule(step: int, steps: int) -> float:
     return 0.05 + 0.95 * (1 + math.cos(math.pi * (step - warm) / max(1, steps - warm))) / 2
 
 
-def _is_new(name: str) -> bool:
-    return any(f".self_attn.{part}" in name for part in NEW_PARAMETERS)
-
-
 def _flag(name: str) -> str:
     return f"`--{name.replace('_', '-')}`"
 
@@ -560,50 +549,36 @@ def _files(paths) -> list:
     return [[str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns] for path in sorted(paths)]
 
 
-def _target_config(target: Path) -> KVMConfig:
-    config = read_config(target)
-    if config.model_type == "maglev":
+def _check_length(length: int, recipe: Recipe) -> None:
+    window, longest = recipe.window, recipe.config.max_position_embeddings
+    if length <= window + 1:
         raise RetrofitError(
-            f"{target} is a Maglev model, and `heal` takes KVM models only for now: train it with MaglevTrainer."
+            f"`--length {length}` does not reach beyond the window of {window} tokens, within which the models are "
+            f"equal. Use {2 * window} or more."
         )
-    if config.model_type != "kvm":
-        raise RetrofitError(f"{target} is a {config.model_type} model; `heal` takes what `retrofit to-kvm` made.")
-    if not kvm_layers(config):
-        raise RetrofitError(f"{target} has no `kvm_attention` layer, so there is nothing to heal.")
-    return config
+    if length > longest:
+        raise RetrofitError(f"`--length {length}` is more than the teacher's {longest} positions; use at most these.")
 
 
-def _check_length(length: int, config: KVMConfig) -> None:
-    if length <= config.window_size + 1:
-        raise RetrofitError(
-            f"`--length {length}` does not reach beyond the window of {config.window_size} tokens, within which the models are "
-            f"equal. Use {2 * config.window_size} or more."
-        )
-    if length > config.max_position_embeddings:
-        raise RetrofitError(
-            f"`--length {length}` is more than the teacher's {config.max_position_embeddings} positions; use at most these."
-        )
-
-
-def _check_teacher(source_config, config: KVMConfig) -> None:
+def _check_teacher(source_config, recipe: Recipe) -> None:
     """Whether the student could have been made from such a model."""
-    teacher = full_config(source_config)
-    for name in ARCHITECTURE:
+    teacher, config = recipe.made_from(source_config), recipe.config
+    for name in recipe.architecture:
         if getattr(teacher, name) != getattr(config, name):
             raise RetrofitError(
                 f"The target was not made from this teacher: `{name}` is {getattr(teacher, name)} in the teacher "
                 f"({source_config.model_type}) and {getattr(config, name)} in the target. Give the checkpoint that "
-                "`retrofit to-kvm` was run on."
+                f"`retrofit {recipe.maker}` was run on."
             )
 
 
-def _check_origin(weight: torch.Tensor, held: torch.Tensor) -> None:
+def _check_origin(weight: torch.Tensor, held: torch.Tensor, recipe: Recipe) -> None:
     """Embeddings tell whether two models of one shape have to do with each other; rounding and training move them little."""
     difference = (weight.to(held.device) - held).norm() / weight.norm()
     if difference > 0.1:
         raise RetrofitError(
             f"The target was not made from this teacher: their embeddings differ by {100 * difference:.0f} %. Give the "
-            "checkpoint that `retrofit to-kvm` was run on."
+            f"checkpoint that `retrofit {recipe.maker}` was run on."
         )
 
 
@@ -625,7 +600,7 @@ def _report(run: Healing, target: Path, teacher: str | Path, command: str) -> di
         "teacher": Path(teacher).name if Path(teacher).exists() else str(teacher),
         "command": command,
         "options": asdict(run.options),
-        "window": run.config.window_size,
+        "window": run.recipe.window,
         "text": {
             "tokens": {_name_of(text): count for text, count in run.pieces.tokens.items()},
             "datasets": [dataset[0] for text in run.pieces.tokens if (dataset := dataset_of(text))],
@@ -649,12 +624,12 @@ def _write_folder(run: Healing, source: Source, target: Path, work: Path, report
     keep_files([path for path in files_around(target) if path.name not in OWN_REPORTS], target, work)
     (work / HEAL_REPORT).write_text(json.dumps(report, indent=2) + "\n")
     plot(report, work / PLOT_FILE)
-    plan = RetrofitPlan(source, RetrofitOptions(), read_config(work), {})
     commands = "\n".join([*command_of(target), report["command"]])
-    write_card(plan, work, commands, healing=_facts(report), repo=repo)
+    plan = run.recipe.plan(source, read_config(work))
+    write_card(plan, work, commands, healing=_facts(report, run.recipe), repo=repo)
 
 
-def _facts(report: dict) -> dict:
+def _facts(report: dict, recipe: Recipe) -> dict:
     """What the card says about the healing."""
     options, before, after = report["options"], report["before"], report["after"]
     pieces = options["batch_size"] * options["accumulate"]
@@ -663,20 +638,19 @@ def _facts(report: dict) -> dict:
         for name, count in ((TRANSFER, options["transfer_steps"]), (DISTILL, options["steps"]))
         if count
     ]
-    trained = (
-        "all weights" if options["train"] == "full" else f"LoRA of rank {options['rank']} on q, k, v and o, merged"
-    )
+    lora = f"LoRA of rank {options['rank']} on q, k, v and o, merged"
     return {
         "steps": " and ".join(steps),
         "seen": pieces * options["length"] * (options["transfer_steps"] + options["steps"]),
         "length": options["length"],
-        "trained": trained,
+        "trained": recipe.full_in_words if options["train"] == "full" else f"{lora}, and {recipe.new_in_words}",
         "datasets": report["text"]["datasets"],
         "texts": ", ".join(f"{name} ({count} tokens)" for name, count in report["text"]["tokens"].items()),
         "held_out": f"{report['text']['held_out']} pieces of {options['length']} tokens",
         "cross_entropy": options["cross_entropy"],
         "before": before,
         "after": after,
+        **recipe.facts(options),
     }
 
 
@@ -704,7 +678,8 @@ def plot(report: dict, path: Path) -> None:
         smooth = [sum(losses[max(0, i - 9) : i + 1]) / min(i + 1, 10) for i in range(len(losses))]
         axis.plot(range(1, len(losses) + 1), losses, color="tab:gray", linewidth=0.8, label="each step, its own text")
         axis.plot(range(1, len(losses) + 1), smooth, color="tab:blue", linewidth=2, label="mean of 10 steps")
-        axis.set(title=stage.capitalize(), xlabel="step", yscale="log")
+        title = stage.capitalize() + (" and consistency" if report["options"]["sweeps"] is not None else "")
+        axis.set(title=title, xlabel="step", yscale="log")
     axes[0][0].set_ylabel("loss")
     if DISTILL in stages:
         for name, style in (("before", ":"), ("after", "--")):
@@ -712,7 +687,7 @@ def plot(report: dict, path: Path) -> None:
                 report[name]["divergence"],
                 color="tab:red",
                 linestyle=style,
-                label=f"held out, beyond the window, {name}",
+                label=f"divergence, held out, beyond the window, {name}",
             )
     for axis in axes[0]:
         axis.legend()

@@ -250,7 +250,7 @@ def print_table(seeds: dict[str, dict]) -> None:
 
 def main(
     seeds: Annotated[list[int] | None, typer.Option("--seed", help="May be given several times. If not: 0, 1.")] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Of each model.")] = 1000,
+    steps: Annotated[int, typer.Option(min=1, help="Of each model.")] = 400,
     learning_rate: Annotated[float, typer.Option(help="Of each model.")] = 3e-3,
     jobs: Annotated[int, typer.Option(min=1, help="Models trained at the same time, each by one thread.")] = 2,
     output: Annotated[Path, typer.Option(help="Folder for the JSON file and the picture.")] = RESULTS,

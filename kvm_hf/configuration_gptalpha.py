@@ -70,7 +70,7 @@ class GPTAlphaConfig(PreTrainedConfig):
     num_attention_heads: int = 6
     head_dim: int | None = None
     ffn_expansion: int | float = 4.0
-    max_position_embeddings: int = 1 << 30
+    max_position_embeddings: int = 131072
     use_cache: bool = True
     pad_token_id: int | None = None
     bos_token_id: int | None = None

@@ -76,12 +76,16 @@ class GrowingSweeps(TrainerCallback):
 
     def on_step_begin(self, args, state, control, model, **kwargs):
         self._before = model.config.self_feeding_sweeps
-        limit = round(self.sweeps * min(1, state.global_step / state.max_steps / 0.8))
-        # Of the step alone, so that a resumed run draws as one that was not interrupted, and all processes alike.
-        model.config.self_feeding_sweeps = random.Random(f"{args.seed}, {state.global_step}").randint(0, limit)
+        model.config.self_feeding_sweeps = self.draw(state.global_step, state.max_steps, args.seed)
 
     def on_step_end(self, args, state, control, model, **kwargs):
         model.config.self_feeding_sweeps = self._before
+
+    def draw(self, step: int, steps: int, seed: int) -> int:
+        """The number for a step. Of the step alone, so that a resumed run draws as one that was not interrupted, and all
+        processes alike."""
+        limit = round(self.sweeps * min(1, step / steps / 0.8))
+        return random.Random(f"{seed}, {step}").randint(0, limit)
 
 
 def tokens_as_labels(batch) -> torch.Tensor:

@@ -16,7 +16,7 @@ from small_sources import change_config, make_source
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
-from conversion import HealOptions, MaglevOptions, RetrofitError, RetrofitOptions, convert, heal
+from conversion import HealOptions, RetrofitError, RetrofitOptions, convert, heal
 from conversion.cli import app
 from conversion.heal import DISTILL, STATE_FILE, TRANSFER, Healing, distill, make_teacher, transfer
 from conversion.source import open_source
@@ -500,6 +500,7 @@ def test_a_loss_that_is_no_number_ends_the_run_and_is_not_saved(arguments, tmp_p
     [
         (dict(length=9), "`--length 9` does not reach beyond the window of 8"),
         (dict(length=2000), "more than the teacher's 1024 positions"),
+        (dict(sweeps=2), "`--sweeps 2` is for Maglev models"),
         (dict(steps=0), "`--steps` must be 1 or more, got 0"),
         (dict(lr=0.0), "`--lr` must be positive"),
         (dict(cross_entropy=-1.0), "`--cross-entropy` must be 0 or more"),
@@ -512,11 +513,7 @@ def test_options_that_cannot_be_are_named(arguments, fields, words):
         heal(*arguments, HealOptions(**{**vars(OPTIONS), **fields}))
 
 
-def test_models_of_other_kinds_are_refused_by_name(arguments, tmp_path):
-    convert(arguments[1], tmp_path / "maglev", MaglevOptions(window=6))
-    arguments[0] = tmp_path / "maglev"
-    with pytest.raises(RetrofitError, match="is a Maglev model, and `heal` takes KVM models only for now"):
-        heal(*arguments, OPTIONS)
+def test_a_target_without_a_converted_layer_is_refused(arguments, tmp_path):
     plain = tmp_path / "plain"
     convert(arguments[1], plain, RETROFIT)
     change_config(plain, layer_types=["full_attention"] * 3)

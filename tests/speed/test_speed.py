@@ -1,0 +1,123 @@
+"""`python -m benchmarks`: what it compares is what it says, and it reports what it measured."""
+
+import json
+from itertools import count
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from benchmarks import __main__ as speed
+from benchmarks import measuring, models, tasks
+
+TINY = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, vocab_size=64)
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch):
+    for size in models.SIZES:
+        monkeypatch.setitem(models.SIZES, size, TINY)
+    monkeypatch.setattr(models, "WINDOW", 16)
+    # A process of its own is for the sake of its memory alone.
+    monkeypatch.setattr(speed, "in_own_process", lambda function, *args: function(*args))
+
+
+def run(command, folder, *arguments):
+    result = CliRunner().invoke(speed.app, [command, "--output", str(folder), *arguments])
+    assert result.exit_code == 0, result.output
+    assert (folder / f"{command}.png").stat().st_size > 5_000
+    return json.loads((folder / f"{command}.json").read_text())
+
+
+def chosen(*names):
+    return [part for name in names for part in ("--model", name)]
+
+
+def test_every_model_has_the_size_that_was_asked_for_and_runs():
+    with torch.no_grad():
+        for name in models.MODELS:
+            model = models.make_model(name, "small", "cpu")
+            assert (model.config.hidden_size, model.config.num_hidden_layers) == (32, 2)
+            cache = tasks.read(model, models.prompt("small", 40, "cpu"))
+            tasks.step(model, cache, models.prompt("small", 1, "cpu"))
+
+
+def test_at_the_floor_a_token_sees_itself_alone():
+    model = models.make_model("floor", "small", "cpu")
+    ids = models.prompt("small", 9, "cpu")
+    with torch.no_grad():
+        alone = torch.cat([model(ids[:, i : i + 1]).logits for i in range(9)], dim=1)
+        # float32, matrices of other shapes
+        torch.testing.assert_close(model(ids).logits, alone, atol=1e-5, rtol=1e-5)
+
+
+def test_prefill_reports_each_model_beside_llama_and_the_floor(tmp_path):
+    names = ["llama", "floor", "kvm-sqrt"]
+    found = run("prefill", tmp_path, *chosen(*names), "--tokens", "20", "--tokens", "40", "--rounds", "2")
+    assert [(row["model"], row["tokens"]) for row in found["rows"]] == [(n, t) for t in (20, 40) for n in names]
+    by_place = {(row["model"], row["tokens"]): row for row in found["rows"]}
+    for (name, tokens), row in by_place.items():
+        assert 0 < row["seconds"]["least"] <= row["seconds"]["median"] <= row["seconds"]["most"]
+        assert row["per_token"] == pytest.approx(row["seconds"]["median"] / tokens)
+        for other in ("llama", "floor"):
+            if name != other:
+                assert row[f"over_{other}"] == pytest.approx(row["per_token"] / by_place[other, tokens]["per_token"])
+    assert found["machine"]["torch"] == torch.__version__
+
+
+def test_decoding_counts_borders_and_attention_of_kvm_models_and_compares_ragged_batches(tmp_path):
+    found = run("decode", tmp_path, *chosen("llama", "kvm-fixed"), "--tokens", "64", "--rounds", "1")
+    llama, kvm = found["rows"]
+    assert kvm["attention_over_one_sdpa_call"] > 0 and -1 < kvm["share_of_chunk_borders"] < 1
+    assert "share_of_chunk_borders" not in llama
+    (ragged,) = found["ragged"]
+    assert ragged["model"] == "kvm-fixed" and ragged["ragged_over_uniform"] > 0
+    assert ragged["lengths"] == sorted(set(ragged["lengths"]))
+
+
+def test_the_cache_is_as_large_as_the_formula_says(tmp_path):
+    names = ["llama", "kvm-fixed", "kvm-sqrt", "kvm-hybrid", "maglev-fixed-point"]
+    found = run("memory", tmp_path, *chosen(*names), "--tokens", "50")
+    for row in found["rows"]:
+        assert row["cache_bytes"] > 0
+        if row["model"].startswith("kvm"):
+            assert row["cache_bytes"] == row["cache_bytes_by_formula"]
+    assert found["rows"][0]["cache_bytes"] == 2 * 2 * 50 * 32 * 4  # layers, keys and values, tokens, channels, float32
+
+
+def test_training_reports_time_and_memory_and_leaves_maglev_out(tmp_path):
+    found = run(
+        "train", tmp_path, *chosen("llama", "kvm-fixed", "maglev-sequential"), "--tokens", "40", "--rounds", "1"
+    )
+    assert [row["model"] for row in found["rows"]] == ["llama", "kvm-fixed"]
+    assert all(row["seconds"]["median"] > 0 for row in found["rows"])
+
+
+def test_what_is_compared_takes_turns_and_the_first_round_does_not_count():
+    clock, order = count(), []
+
+    def one(name):
+        order.append(name)
+        return next(clock)
+
+    taken = measuring.interleaved({name: lambda name=name: one(name) for name in "ab"}, 2, "")
+    assert order == list("ababab")
+    assert taken == {"a": [2, 4], "b": [3, 5]}
+
+
+def test_memory_in_a_process_of_its_own_sees_what_a_call_needs():
+    added = measuring.in_own_process(_needs_much)
+    assert 90 << 20 < added < 200 << 20
+
+
+def _needs_much():
+    torch.zeros(1)
+    return measuring.added_memory(lambda: torch.ones(100 << 18).sum(), "cpu")  # 100 MiB
+
+
+@pytest.mark.parametrize(
+    "arguments, message", [(["--model", "gpt"], "known are"), (["--tokens", "1"], "must be 2 or more")]
+)
+def test_what_cannot_be_measured_is_refused(arguments, message):
+    result = CliRunner().invoke(speed.app, ["prefill", *arguments])
+    assert result.exit_code == 2 and message in result.output
