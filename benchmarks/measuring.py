@@ -2,7 +2,6 @@
 
 import os
 import platform
-import resource
 import statistics
 import time
 from collections.abc import Callable, Hashable
@@ -62,10 +61,16 @@ def added_memory(function: Callable[[], object], device: str) -> int:
         before = torch.cuda.memory_allocated(device)
         function()
         return torch.cuda.max_memory_allocated(device) - before
-    with open("/proc/self/statm") as file:
-        before = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    before = _resident("VmRSS")
     function()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+    return _resident("VmHWM") - before
+
+
+def _resident(what: str) -> int:
+    """Bytes of resident memory by Linux's own account, now (`VmRSS`) or at most (`VmHWM`). (The maximum that `getrusage`
+    reports is no good: a process has it from the one that started it.)"""
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(what + ":"))
 
 
 def machine(device: str) -> dict:

@@ -63,7 +63,7 @@ class HealOptions:
             and final norm). A prefiller of its own stays as it is.
         rank: of the corrections.
         transfer_lr, lr: peak learning rates of LoRA or the weights in the two stages.
-        new_lr: that of the parameters that the teacher has not, in both; if None 1e-2, and 1e-4 for the memory projections
+        new_lr: that of the parameters that the teacher has not, in both; if None 1e-3, and 1e-4 for the memory projections
             and gates of Maglev models.
         sweeps: of Maglev models, up to how many passes of a step read the decoder's own memories; 8 if None. Their number is
             drawn anew for each step, as by `GrowingSweeps`.
@@ -79,15 +79,15 @@ class HealOptions:
         RetrofitError: by name, for a value that cannot be.
     """
 
-    length: int = 1536
+    length: int = 2048
     transfer_steps: int | None = None
-    steps: int = 30
+    steps: int = 100
     batch_size: int = 1
     accumulate: int = 1
     train: str = "lora"
     rank: int = 16
-    transfer_lr: float = 2e-3
-    lr: float = 2e-3
+    transfer_lr: float = 1e-3
+    lr: float = 5e-4
     new_lr: float | None = None
     sweeps: int | None = None
     cross_entropy: float = 0.0

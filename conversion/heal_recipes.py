@@ -134,7 +134,7 @@ class KVMRecipe(Recipe):
     maker = "to-kvm"
     plan_class, options_class = RetrofitPlan, RetrofitOptions
     architecture = (*ARCHITECTURE, "no_rope_layers")
-    defaults = {"transfer_steps": 8, "new_lr": 1e-2}
+    defaults = {"transfer_steps": 8, "new_lr": 1e-3}
     new_parameters = ("state_temperature", "window_temperature", "merge_gate.", "state_norm.")
     new_in_words = "the parameters that only KVM layers have"
     full_in_words = "all weights"
