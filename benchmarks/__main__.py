@@ -266,7 +266,7 @@ def _finish(
             beside = [r for r in rows if r["model"] == other and r["tokens"] == row["tokens"]]
             if beside and other != row["model"]:
                 row[f"over_{other}"] = row[key] / beside[0][key]
-                if "added_bytes" in row and other == LLAMA:
+                if other == LLAMA and beside[0].get("added_bytes"):  # 0 where a call fits into what was held already
                     row["added_over_llama"] = row["added_bytes"] / beside[0]["added_bytes"]
     output = output or RESULTS / ("speed-full" if full else "speed")
     output.mkdir(parents=True, exist_ok=True)
