@@ -3,7 +3,7 @@
     python -m benchmarks prefill | decode | train | memory [--full] [--help]
 
 `floor` is Llama with attention replaced by its value projection: the time that no cache can change. Ratios are of
-medians over rounds in which all models take turns. By default a small model, in minutes; `--full` takes the size of the
+medians over rounds in which all models take turns (decode: of means, so that borders of chunks count). By default a small model, in minutes; `--full` takes the size of the
 paper's 120M runs and long contexts, and tens of minutes to hours on two cores. Writes `COMMAND.json` and `COMMAND.png`
 (to `benchmarks/results/speed/` by default, `--full` to `benchmarks/results/speed-full/`).
 """
@@ -96,7 +96,9 @@ def decode(
     def run(name: str, tokens: int) -> float:
         model, cell = loaded[name], (name, tokens)
         for token in prompt(size, 64, device)[0]:
-            with _attention_times(device, own_share[cell] if name.startswith("kvm") else None):
+            # In the round that warms up: the plain call beside it takes time itself.
+            watched = name.startswith("kvm") and len(steps[cell]) < 64
+            with _attention_times(device, own_share[cell] if watched else None):
                 steps[cell].append(timed(lambda token=token: step(model, caches[cell], token.view(1, 1)), device))
         return sum(steps[cell][-64:])
 
@@ -105,7 +107,12 @@ def decode(
             caches[name, tokens] = read(loaded[name], prompt(size, tokens, device))
         interleaved({cell: partial(run, *cell) for cell in cells}, rounds, "Decoding")
         ragged = _ragged(
-            [name for name in loaded if name.startswith("kvm")], loaded, size, max(cells)[1], rounds, device
+            [name for name in loaded if name.startswith("kvm")],
+            loaded,
+            size,
+            max(tokens for _, tokens in cells),
+            rounds,
+            device,
         )
     rows = []
     for name, tokens in cells:
@@ -205,7 +212,7 @@ def _attention_times(device: str, found: list | None):
 
 def _ragged(names: list[str], loaded: dict, size: str, tokens: int, rounds: int, device: str) -> list[dict]:
     """Decoding of a batch whose rows differ in length against one of equal rows, as many tokens each on average."""
-    lengths = [round(tokens / 8 * (row + 1) / RAGGED) for row in range(RAGGED)]
+    lengths = [max(1, round(tokens / 8 * (row + 1) / RAGGED)) for row in range(RAGGED)]
     mean, runs, masks, caches = sum(lengths) // RAGGED, {}, {}, {}
 
     def run(name: str, kind: str) -> float:
@@ -235,13 +242,16 @@ def _ragged(names: list[str], loaded: dict, size: str, tokens: int, rounds: int,
 
 def _cells(models: list[str] | None, lengths: list[int]) -> list[tuple[str, int]]:
     """What is measured: each model at each length that it can do."""
-    names = list(models or MODELS)
+    names = list(MODELS if models is None else models)
     unknown = sorted(set(names) - set(MODELS))
     if unknown:
         raise typer.BadParameter(f"--model {', '.join(unknown)}: known are {', '.join(MODELS)}.")
     if min(lengths) < 2:
         raise typer.BadParameter(f"--tokens {min(lengths)}: must be 2 or more.")
-    return [(name, tokens) for tokens in lengths for name in names if tokens <= MOST_TOKENS.get(name, tokens)]
+    cells = [(name, tokens) for tokens in lengths for name in names if tokens <= MOST_TOKENS.get(name, tokens)]
+    if not cells:
+        raise typer.BadParameter("--model and --tokens leave nothing to measure.")
+    return cells
 
 
 def _load(names: set[str], size: str, device: str) -> dict[str, PreTrainedModel]:

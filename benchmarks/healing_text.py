@@ -77,8 +77,8 @@ SIZE = 300_000  # characters per file
 def main(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     root = folder / "packages"
-    if not root.exists():
-        root.mkdir()
+    if not all(any(root.glob(f"{package}_*.deb")) for package in PACKAGES):
+        root.mkdir(exist_ok=True)
         subprocess.run(["apt-get", "download", *PACKAGES], cwd=root, check=True)
         for package in sorted(root.glob("*.deb")):
             subprocess.run(["dpkg", "-x", package.name, "."], cwd=root, check=True)

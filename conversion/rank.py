@@ -10,6 +10,7 @@ same: the layer and those behind it are called again with what the source's were
 
 import hashlib
 import json
+import math
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -168,6 +169,10 @@ def measure_layers(
     on_step(kept.total, kept.total, "done")
 
     divergences, losses, source_losses = torch.tensor(measured, dtype=torch.float64).mean(0).T.tolist()
+    if not all(map(math.isfinite, divergences)):
+        raise RetrofitError(
+            f"`--dtype {options.dtype}` is too narrow for this model: its values overflow. Use float32 or bfloat16."
+        )
     converted = layer_bytes(plan.config, "kvm_attention", options.context, plan.dtype)
     ranked = sorted(
         (
