@@ -3,9 +3,10 @@
     python -m benchmarks prefill | decode | train | memory [--full] [--help]
 
 `floor` is Llama with attention replaced by its value projection: the time that no cache can change. Ratios are of
-medians over rounds in which all models take turns (decode: of means, so that borders of chunks count). By default a small model, in minutes; `--full` takes the size of the
-paper's 120M runs and long contexts, and tens of minutes to hours on two cores. Writes `COMMAND.json` and `COMMAND.png`
-(to `benchmarks/results/speed/` by default, `--full` to `benchmarks/results/speed-full/`).
+medians over rounds in which all models take turns (decode: of means, so that borders of chunks count). By default a small
+model, in minutes; `--full` takes the size of the paper's 120M runs and long contexts, and tens of minutes to hours on two
+cores. Writes `COMMAND.json` and `COMMAND.png` (to `benchmarks/results/speed/` by default, `--full` to
+`benchmarks/results/speed-full/`).
 """
 
 import json
@@ -13,7 +14,7 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -61,12 +62,13 @@ def prefill(
     output: Output = None,
 ) -> None:
     """Time of a prompt that fills a cache."""
-    size = "paper" if full else "small"
+    size = _size(full)
     cells = _cells(models, lengths or ([1024, 4096, 16384] if full else [512, 1024, 2048, 4096]))
     loaded = _load({name for name, _ in cells}, size, device)
 
     def run(name: str, tokens: int) -> float:
-        return timed(lambda: read(loaded[name], prompt(size, tokens, device)), device)
+        ids = prompt(size, tokens, device)
+        return timed(lambda: read(loaded[name], ids), device)
 
     with torch.inference_mode():
         taken = interleaved({cell: partial(run, *cell) for cell in cells}, rounds, "Prefill")
@@ -75,7 +77,7 @@ def prefill(
         | {"per_token": statistics.median(seconds) / tokens}
         for (name, tokens), seconds in taken.items()
     ]
-    _finish("prefill", rows, "milliseconds per token of the prompt", size, rounds, device, output, full)
+    _finish("prefill", rows, "milliseconds per token of the prompt", rounds, device, output, full)
 
 
 @app.command()
@@ -88,7 +90,7 @@ def decode(
     output: Output = None,
 ) -> None:
     """Time of a token after a context. Four rounds of 64 tokens pass just one border of chunks."""
-    size = "paper" if full else "small"
+    size = _size(full)
     cells = _cells(models, lengths or ([512, 1024, 4096, 16384] if full else [512, 2048, 8192]))
     loaded = _load({name for name, _ in cells}, size, device)
     steps, caches, own_share = {cell: [] for cell in cells}, {}, {cell: [] for cell in cells}
@@ -123,9 +125,7 @@ def decode(
             row["attention_over_one_sdpa_call"] = ours / plain
             row["share_of_chunk_borders"] = 1 - statistics.median(measured) * len(measured) / sum(measured)
         rows.append(row)
-    _finish(
-        "decode", rows, "milliseconds per token, borders of chunks included", size, rounds, device, output, full, ragged
-    )
+    _finish("decode", rows, "milliseconds per token, borders of chunks included", rounds, device, output, full, ragged)
 
 
 @app.command()
@@ -138,13 +138,14 @@ def train(
     output: Output = None,
 ) -> None:
     """Time and memory of a training step, forward and backward, without checkpointing."""
-    size = "paper" if full else "small"
+    size = _size(full)
     names = [name for name in models or MODELS if not name.startswith("maglev")]
     cells = _cells(names, lengths or ([1024, 4096] if full else [512, 1024, 2048, 4096]))
     loaded = _load(set(names), size, device)
 
     def run(name: str, tokens: int) -> float:
-        return timed(lambda: train_step(loaded[name], prompt(size, tokens, device)), device)
+        ids = prompt(size, tokens, device)
+        return timed(lambda: train_step(loaded[name], ids), device)
 
     taken = interleaved({cell: partial(run, *cell) for cell in cells}, rounds, "Training")
     memory = {}
@@ -160,7 +161,7 @@ def train(
         }
         for (name, tokens), seconds in taken.items()
     ]
-    _finish("train", rows, "milliseconds per token of a training step", size, rounds, device, output, full)
+    _finish("train", rows, "milliseconds per token of a training step", rounds, device, output, full)
 
 
 @app.command()
@@ -172,13 +173,13 @@ def memory(
     output: Output = None,
 ) -> None:
     """Bytes of cache after a prompt, against the formula of the specification, and the memory that the prompt needed."""
-    size = "paper" if full else "small"
+    size = _size(full)
     names = [name for name in models or MODELS if name != FLOOR]
     cells = _cells(names, lengths or ([1024, 4096, 16384] if full else [512, 1024, 2048, 4096]))
     rows = []
     for name, tokens in tqdm(cells, desc="Memory, in processes of their own"):
         rows.append({"model": name, "tokens": tokens} | in_own_process(prefill_memory, name, size, tokens, device))
-    _finish("memory", rows, "MiB of cache", size, 1, device, output, full)
+    _finish("memory", rows, "MiB of cache", 1, device, output, full)
 
 
 @contextmanager
@@ -254,6 +255,10 @@ def _cells(models: list[str] | None, lengths: list[int]) -> list[tuple[str, int]
     return cells
 
 
+def _size(full: bool) -> str:
+    return "paper" if full else "small"
+
+
 def _load(names: set[str], size: str, device: str) -> dict[str, PreTrainedModel]:
     return {name: make_model(name, size, device) for name in MODELS if name in names}
 
@@ -262,12 +267,11 @@ def _finish(
     command: str,
     rows: list[dict],
     what: str,
-    size: str,
     rounds: int,
     device: str,
     output: Path | None,
     full: bool,
-    ragged: list[dict] = (),
+    ragged: Sequence[dict] = (),
 ) -> None:
     """Ratios, then JSON, picture and table."""
     key = "cache_bytes" if command == "memory" else "per_token"
@@ -283,7 +287,7 @@ def _finish(
     facts = {
         "command": shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]]),
         "machine": machine(device),
-        "size": SIZES[size],
+        "size": SIZES[_size(full)],
         "rounds": rounds,
         "rows": rows,
         "ragged": list(ragged),
@@ -311,7 +315,7 @@ def _draw(rows: list[dict], what: str, key: str, path: Path) -> None:
     plt.close(figure)
 
 
-def _print(rows: list[dict], ragged: list[dict], key: str) -> None:
+def _print(rows: list[dict], ragged: Sequence[dict], key: str) -> None:
     further = [
         name
         for name in (

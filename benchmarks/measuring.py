@@ -54,13 +54,15 @@ def in_own_process(function: Callable, *args):
 
 
 def added_memory(function: Callable[[], object], device: str) -> int:
-    """Bytes that a call needed at its peak beyond what was held before. On a CPU this is the process's resident memory, which
-    remembers its highest point, so call it once per process."""
+    """Bytes that a call needed at its peak beyond what was held before; on a CPU, of the process's resident memory. (What was freed
+    before and not given back is held: in a fresh process there is little of that.)"""
     if torch.device(device).type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         function()
         return torch.cuda.max_memory_allocated(device) - before
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # the highest point is from now on
     before = _resident("VmRSS")
     function()
     return _resident("VmHWM") - before

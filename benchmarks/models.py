@@ -12,10 +12,10 @@ from maglev_hf import MaglevConfig, MaglevForCausalLM
 SIZES = {
     "small": dict(
         hidden_size=256, intermediate_size=704, num_hidden_layers=4, num_attention_heads=4, vocab_size=4096
-    ),  # 4 million parameters
+    ),  # 5 million parameters
     "paper": dict(
         hidden_size=768, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=6, vocab_size=50304
-    ),  # the 120M models of the Key-Value Means paper, with Llama's MLP
+    ),  # the 120M runs of the Key-Value Means paper, with Llama's MLP: 162 million with embeddings and head
 }
 POSITIONS = 1 << 17
 WINDOW = 512

@@ -197,7 +197,7 @@ def _convert(
     if bar is not None:
         bar.close()
     if dry_run and ranking_bar is not None:
-        console.print(f"The ranking is kept in {target}.ranking.json for the run itself.", soft_wrap=True)
+        console.print(f"The ranking is kept in {target.resolve()}.ranking.json for the run itself.", soft_wrap=True)
     if not quiet and not dry_run:
         console.print(f"Done: {target}")
 
@@ -222,13 +222,7 @@ def verify_command(
     """Measure a KVM model against its source: exactness, loss by position, recall, bytes."""
     options = VerifyOptions(tokens, pieces, needles, tuple(needle_tokens or VERIFY.needle_tokens), seed, dtype, device)
     with _friendly_errors(), tqdm(desc="Verifying", disable=quiet) as bar:
-
-        def on_step(done: int, total: int, what: str) -> None:
-            bar.total = total
-            bar.set_description(what)
-            bar.update(done - bar.n)
-
-        report = verify(source, target, options, text=text, output=output, on_step=on_step)
+        report = verify(source, target, options, text=text, output=output, on_step=follow(bar))
     print_report(report, Console())
 
 
@@ -246,7 +240,10 @@ def rank_command(
     sinks: Sinks = DEFAULTS.sinks,
     text: Annotated[Path | None, typer.Option(help="Long text; default: Genesis, King James Version.")] = None,
     tokens: Annotated[
-        int | None, typer.Option(help="Tokens per piece of text; default: 3072, or six windows if more.")
+        int | None,
+        typer.Option(
+            help="Tokens per piece of text; default: 3072, or six windows if more, as the model has positions."
+        ),
     ] = RANK.tokens,
     pieces: Annotated[int, typer.Option(help="Pieces of text to read.")] = RANK.pieces,
     context: Annotated[int, typer.Option(help="Tokens at which to compare bytes of cache.")] = RANK.context,
@@ -262,12 +259,6 @@ def rank_command(
     Interrupted, the same command goes on where it was.
     """
     with _friendly_errors(), tqdm(desc="Ranking", disable=quiet) as bar:
-
-        def on_step(done: int, total: int, what: str) -> None:
-            bar.total = total
-            bar.set_description(what)
-            bar.update(done - bar.n)
-
         retrofit = RetrofitOptions(
             layers=layers,
             budget=budget,
@@ -278,7 +269,7 @@ def rank_command(
             sinks=sinks,
         )
         options = RankOptions(tokens, pieces, context, dtype, device)
-        report = rank_layers(source, retrofit, options, text=text, output=output, on_step=on_step)
+        report = rank_layers(source, retrofit, options, text=text, output=output, on_step=follow(bar))
     print_ranking(report, Console())
 
 
@@ -374,11 +365,6 @@ def heal_command(
             device=device,
         )
 
-        def on_step(done: int, total: int, what: str) -> None:
-            bar.total = total
-            bar.set_description(what)
-            bar.update(done - bar.n)
-
         report = heal(
             target,
             teacher,
@@ -387,7 +373,7 @@ def heal_command(
             options,
             push_to_hub=push_to_hub,
             command=shlex.join(["retrofit", *sys.argv[1:]]),
-            on_step=on_step,
+            on_step=follow(bar),
         )
     if not quiet:
         print_healing(report, console)
@@ -445,6 +431,17 @@ def print_plan(plan: Plan, out: Console) -> None:
     for length, before, after in plan.cache_table:
         table.add_row(length, f"{before / 2**20:.1f} MiB", f"{after / 2**20:.1f} MiB", f"{after / before:.3f}")
     out.print(table)
+
+
+def follow(bar: tqdm) -> Callable[[int, int, str], None]:
+    """What shows on `bar` how far a command is, and with what."""
+
+    def on_step(done: int, total: int, what: str) -> None:
+        bar.total = total
+        bar.set_description(what)
+        bar.update(done - bar.n)
+
+    return on_step
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The one exception of this package."""
+"""The one exception of this package, and how it quotes those of others."""
 
 
 class RetrofitError(Exception):

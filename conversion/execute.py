@@ -63,6 +63,8 @@ def convert(
     check_work(work)
     command = command or _python_call(source, target, options)
     automatic, measured = is_automatic(options), target.with_name(target.name + ".ranking.json")
+    if automatic:
+        check_measured(measured)
 
     def check(config: PreTrainedConfig) -> None:
         if automatic:
@@ -196,6 +198,18 @@ def check_work(work: Path) -> None:
     if work.exists() and not (work / PLAN_FILE).is_file():
         raise RetrofitError(
             f"{work}, where the work would be done, exists and is not ours. Move it, or choose another target."
+        )
+
+
+def check_measured(measured: Path) -> None:
+    """Refuses a file that `Journal` did not write."""
+    try:
+        is_ours = not measured.exists() or json.loads(measured.read_text()).keys() == {"identity", "results"}
+    except (ValueError, AttributeError):
+        is_ours = False
+    if not is_ours:
+        raise RetrofitError(
+            f"{measured}, where the ranking would be kept, exists and is not ours. Move it, or choose another target."
         )
 
 

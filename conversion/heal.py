@@ -12,6 +12,7 @@ import math
 import os
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -28,6 +29,8 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from kvm_hf import KVMForCausalLM
 
 from .card import command_of, write_card
+from .divergence import POSITIONS, compare, divergence, logits_of
+from .divergence import cross_entropy as sum_of_cross_entropy  # `cross_entropy` is an option here
 from .errors import RetrofitError
 from .execute import check_target, keep_files
 from .heal_recipes import DISTILL, TRANSFER, Recipe, read_recipe, recipe_for
@@ -42,8 +45,6 @@ STATE_FILE, PLOT_FILE = "heal.pt", "heal.png"
 # Results about another model than the one that is written.
 OWN_REPORTS = (HEAL_REPORT, PLOT_FILE, "verify.json", "verify.png")
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
-# Positions whose logits are in memory at once.
-POSITIONS = 256
 # Options that change neither the data nor (but for rounding) the losses, so that a run may be continued with others.
 FREE_OPTIONS = ("save_every", "gradient_checkpointing", "device")
 
@@ -382,16 +383,9 @@ class Healing:
         for piece in self.pieces.held_out[:, None]:
             ids = piece.to(self.student.device)
             hidden = [model.model(ids, use_cache=False).last_hidden_state for model in (self.student, self.teacher)]
-            for start in range(first, ids.shape[1] - 1, POSITIONS):
-                part = slice(start, min(start + POSITIONS, ids.shape[1] - 1))
-                logits, wanted = _logits(self.student, hidden[0][:, part]), _logits(self.teacher, hidden[1][:, part])
-                labels = ids[:, part.start + 1 : part.stop + 1]
-                sums += torch.stack(
-                    [_divergence(logits, wanted), _cross_entropy(logits, labels), _cross_entropy(wanted, labels)]
-                ).cpu()
-                tokens += labels.numel()
-        divergence, loss, teacher_loss = (sums / tokens).tolist()
-        return {"divergence": divergence, "loss": loss, "teacher_loss": teacher_loss}
+            sums += compare(self.student, self.teacher, *hidden, ids, first)
+            tokens += ids.shape[1] - 1 - first
+        return dict(zip(("divergence", "loss", "teacher_loss"), (sums / tokens).tolist()))
 
     def resume(self, work: Path, identity: dict) -> None:
         """Goes on from what an interrupted run left in `work`, or begins there.
@@ -500,33 +494,19 @@ def distill(
     leaf, total = hidden.detach().requires_grad_(), sum(term.item() for term in others)
     for start in range(0, length, POSITIONS):
         part = slice(start, start + POSITIONS)
-        logits = _logits(student, leaf[:, part])
+        logits = logits_of(student, leaf[:, part])
         with torch.no_grad():
-            wanted_logits = _logits(teacher, wanted[:, part])
-        loss = _divergence(logits, wanted_logits) / (batch * length)
+            wanted_logits = logits_of(teacher, wanted[:, part])
+        loss = divergence(logits, wanted_logits) / (batch * length)
         if cross_entropy:
             labels = ids[:, start + 1 : start + POSITIONS + 1]
             skipped = min(max(window - start, 0), labels.shape[1])
-            text_loss = _cross_entropy(logits[:, skipped : labels.shape[1]], labels[:, skipped:])
+            text_loss = sum_of_cross_entropy(logits[:, skipped : labels.shape[1]], labels[:, skipped:])
             loss = loss + cross_entropy * text_loss / (batch * (length - 1 - window))
         (loss * share).backward()
         total += loss.item()
     torch.autograd.backward([hidden, *others], [leaf.grad, *(torch.full_like(term, share) for term in others)])
     return share * total
-
-
-def _logits(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
-    """In float32 also under autocast: rounded logits would make a divergence of their own."""
-    with torch.autocast(hidden.device.type, enabled=False):
-        return model.compute_logits(hidden.float())
-
-
-def _divergence(logits: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    return F.kl_div(logits.log_softmax(-1), wanted.log_softmax(-1), log_target=True, reduction="sum")
-
-
-def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
 
 
 def _schedule(step: int, steps: int) -> float:
@@ -595,6 +575,9 @@ def _check_space(output: Path, target: Path, run: Healing) -> None:
 
 
 def _report(run: Healing, target: Path, teacher: str | Path, command: str) -> dict:
+    tokens = Counter()
+    for text, count in run.pieces.tokens.items():
+        tokens[_name_of(text)] += count
     return {
         "target": target.name,
         "teacher": Path(teacher).name if Path(teacher).exists() else str(teacher),
@@ -602,7 +585,7 @@ def _report(run: Healing, target: Path, teacher: str | Path, command: str) -> di
         "options": asdict(run.options),
         "window": run.recipe.window,
         "text": {
-            "tokens": {_name_of(text): count for text, count in run.pieces.tokens.items()},
+            "tokens": tokens,
             "datasets": [dataset[0] for text in run.pieces.tokens if (dataset := dataset_of(text))],
             "pieces": len(run.pieces.train),
             "held_out": len(run.pieces.held_out),

@@ -9,8 +9,9 @@ from huggingface_hub.utils import validate_repo_id
 
 from .errors import RetrofitError, one_line
 
-# Shards and their index. Left over from a model that was pushed before, they would be loaded in the place of the new ones.
-WEIGHTS = "model*.safetensors*"
+# Left over from a model that was pushed before, shards and their index would be loaded in the place of the new ones, and
+# reports would be taken for the new one's.
+STALE = ["model*.safetensors*", "heal.*", "verify.*", "rank.*"]
 
 
 def is_hub_id(name: str) -> bool:
@@ -48,9 +49,11 @@ def push(repo: str, folder: Path, message: str) -> None:
         RetrofitError: the upload failed; the folder is as it was.
     """
     try:
-        HfApi().upload_folder(repo_id=repo, folder_path=folder, commit_message=message, delete_patterns=WEIGHTS)
+        HfApi().upload_folder(repo_id=repo, folder_path=folder, commit_message=message, delete_patterns=STALE)
     except Exception as error:  # the hub's client has many
-        command = shlex.join(["hf", "upload", repo, str(folder), "--delete", WEIGHTS])
+        command = shlex.join(
+            ["hf", "upload", repo, str(folder), *(part for pattern in STALE for part in ("--delete", pattern))]
+        )
         raise RetrofitError(
             f"The model is finished in {folder}, but pushing it to {repo!r} failed: {one_line(error)}. Nothing is lost: "
             f"upload it with `{command}`."

@@ -18,7 +18,6 @@ from functools import cache, partial
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 import transformers
 from rich.console import Console
 from rich.table import Table
@@ -27,6 +26,7 @@ from transformers import PreTrainedConfig
 from kvm_hf import KVMConfig, KVMForCausalLM
 from kvm_hf.state_kvm import StateRule, rows_after
 
+from .divergence import compare
 from .errors import RetrofitError
 from .plan import (
     DTYPES,
@@ -45,8 +45,6 @@ from .verification import TEXT, Journal, find_device, load_tokenizer, text_piece
 
 RANKING, RANKING_PLOT = "rank.json", "rank.png"
 AUTO = "auto:"
-# Positions whose logits are in memory at once.
-POSITIONS = 256
 DEFAULT_TOKENS = 3072
 
 
@@ -248,20 +246,8 @@ class Reading:
             hidden = layer(hidden, **arguments)
         hidden = self.source.model.norm(hidden)
 
-        last = self.ids.shape[1] - 1  # of the positions, which nothing follows
-        sums = torch.zeros(3, dtype=torch.float64)
-        for start in range(self.first - 1, last, POSITIONS):
-            part = slice(start, min(start + POSITIONS, last))
-            labels = self.ids[0, part.start + 1 : part.stop + 1]
-            found, wanted = (self._log_probabilities(states[0, part]) for states in (hidden, self.hidden))
-            divergence = F.kl_div(found, wanted, log_target=True, reduction="sum")
-            losses = [F.nll_loss(given, labels, reduction="sum") for given in (found, wanted)]
-            sums += torch.stack([divergence, *losses]).cpu()
-        return tuple((sums / (last + 1 - self.first)).tolist())
-
-    def _log_probabilities(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits = self.source.compute_logits(hidden)
-        return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+        sums = compare(self.source, self.source, hidden, self.hidden, self.ids, self.first - 1)
+        return tuple((sums / (self.ids.shape[1] - self.first)).tolist())
 
 
 def _cost(reading: Callable[[], Reading], layer: int) -> tuple[float, float, float]:

@@ -67,7 +67,7 @@ def read_pieces(tokenizer, texts: list[str | Path], length: int, held_out: int, 
                 stream.append(tokenizer.eos_token_id)
             if len(stream) - before >= most:
                 break
-        tokens[str(text)] = len(stream) - before
+        tokens[str(text)] = tokens.get(str(text), 0) + len(stream) - before
     count = len(stream) // room
     if count <= held_out:
         raise RetrofitError(
@@ -138,7 +138,10 @@ def _rows(subject: str, *dataset, **settings) -> Iterator[str]:
         ) from error
     try:
         rows = load_dataset(*dataset, split="train", streaming=True, **settings).select_columns("text")
-        yield from (row["text"] for row in rows)
+        for number, row in enumerate(rows, 1):
+            if not isinstance(row["text"], str):
+                raise TypeError(f"`text` of row {number} is not a string")
+            yield row["text"]
     except Exception as error:  # datasets, pyarrow and the hub's client have many
         raise RetrofitError(f"{subject} cannot be read: {one_line(error)}. Formats: {FORMATS}.") from error
 

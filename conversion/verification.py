@@ -355,7 +355,7 @@ class Journal:
         try:
             kept = json.loads(path.read_text())
             self.results = kept["results"] if kept["identity"] == self.identity else {}
-        except (OSError, ValueError, KeyError):
+        except (OSError, ValueError, KeyError, TypeError):
             self.results = {}  # nothing to go on from
 
     def measure(self, what: str, function: Callable, *args):

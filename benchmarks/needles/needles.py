@@ -15,7 +15,9 @@ template come on top of the length.
 
 import json
 import platform
+import shlex
 import statistics
+import sys
 import time
 from datetime import date
 from pathlib import Path
@@ -171,7 +173,7 @@ def main(
             "torch": torch.__version__,
             "transformers": transformers.__version__,
             "date": str(date.today()),
-            "command": "python benchmarks/needles/needles.py",
+            "command": shlex.join(["python", "benchmarks/needles/needles.py", *sys.argv[1:]]),
         }
         (output / "needles.json").write_text(json.dumps(facts, indent=1) + "\n")
         draw(results, where, variants, output / "needles.png")

@@ -241,6 +241,27 @@ def test_options_that_cannot_be_are_refused_by_name(fields):
         RankOptions(**fields)
 
 
+def test_values_that_overflow_are_no_ranking(made, tmp_path):
+    """In float16 a weight of 60000 is one, and its products are not."""
+    source = shutil.copytree(made, tmp_path / "source")
+    weights = load_file(source / "model.safetensors")
+    weights["model.layers.2.mlp.up_proj.weight"].fill_(60000)
+    save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(RetrofitError, match="float16` is too narrow"):
+        rank_layers(source, RETROFIT, replace(OPTIONS, dtype="float16"), output=tmp_path / "ranking")
+    assert not (tmp_path / "ranking" / "rank.json").exists()
+
+
+def test_a_file_of_somebody_else_is_not_taken_for_measurements(made, tmp_path):
+    """Somebody may well have kept a ranking under this name."""
+    theirs = tmp_path / "target.ranking.json"
+    for content in ('{"layers": []}', "[]", "notes"):
+        theirs.write_text(content)
+        with pytest.raises(RetrofitError, match="not ours"):
+            convert(made, tmp_path / "target", replace(RETROFIT, layers="auto:1"))
+        assert theirs.read_text() == content
+
+
 def test_a_source_without_tokenizer_and_an_output_that_is_a_file_are_said(made, tmp_path):
     with pytest.raises(RetrofitError, match="is a file"):
         rank_layers(made, RETROFIT, output=made / "config.json")

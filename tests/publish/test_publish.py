@@ -179,7 +179,7 @@ def test_who_may_not_write_is_told_before_the_work(made, hub, tmp_path, monkeypa
         with pytest.raises(RetrofitError, match="hf auth login") as raised:
             command()
         assert "\n" not in str(raised.value)
-    assert not os.listdir(tmp_path) and not hub.commits("me/refused")
+    assert not os.listdir(tmp_path) and len(hub.commits(repo)) == (case == "somebody else's")
 
 
 def test_a_source_that_is_refused_and_a_dry_run_leave_no_repository(made, hub, tmp_path):
@@ -206,15 +206,18 @@ def test_an_upload_that_fails_loses_nothing_and_the_command_in_the_message_compl
         assert (hub.files("me/broken") / path.name).read_bytes() == path.read_bytes()
 
 
-def test_pushing_again_replaces_the_model_with_every_one_of_its_shards(made, hub, tmp_path):
+def test_pushing_again_replaces_the_model_with_its_shards_and_reports(made, hub, tmp_path):
     """Of the shards of two models together, transformers would load those of the old one."""
     sharded = RetrofitOptions(chunk_size=4, window_chunks=2, sinks=1, shard_size=20_000)
     HfApi(token=TOKEN).create_repo("me/again")
     for name, options in (("a", OPTIONS), ("b", sharded), ("c", OPTIONS)):
         convert(made / "source", tmp_path / name, options, push_to_hub="me/again")
+        if name == "a":  # as if it had been healed
+            HfApi(token=TOKEN).upload_file(path_or_fileobj=b"{}", path_in_repo="heal.json", repo_id="me/again")
+            continue
         on_hub = {path.name for path in hub.files("me/again").iterdir()}
         assert on_hub == {path.name for path in (tmp_path / name).iterdir()}
-    assert len(hub.commits("me/again")) == 4
+    assert len(hub.commits("me/again")) == 5
 
 
 def test_a_base_on_its_authors_disk_is_not_named_on_the_hub(hub, tmp_path):
@@ -281,10 +284,10 @@ def test_of_a_dataset_without_end_no_more_is_read_than_is_needed(made, monkeypat
 
 def test_a_dataset_that_cannot_be_read_is_said_in_a_sentence(made, monkeypatch):
     tokenizer = AutoTokenizer.from_pretrained(made / "source")
-    rows = (row for row in [{"text": "a"}, {}])  # the second has no text
-    stub_datasets(monkeypatch, rows)
-    with pytest.raises(RetrofitError, match="some/text` is not a file, and as a dataset of the hub"):
-        read_pieces(tokenizer, ["some/text"], 20, 1)
+    for second in ({}, {"text": None}):
+        stub_datasets(monkeypatch, (row for row in [{"text": "a"}, second]))
+        with pytest.raises(RetrofitError, match="some/text` is not a file, and as a dataset of the hub"):
+            read_pieces(tokenizer, ["some/text"], 20, 1)
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(RetrofitError, match="pip install datasets"):
         read_pieces(tokenizer, ["some/text"], 20, 1)

@@ -1,10 +1,13 @@
 """`python -m benchmarks`: what it compares is what it says, and it reports what it measured."""
 
 import json
+import time
 from itertools import count
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from typer.testing import CliRunner
 
 from benchmarks import __main__ as speed
@@ -75,6 +78,17 @@ def test_decoding_counts_borders_and_attention_of_kvm_models_and_compares_ragged
     assert ragged["lengths"] == [8 * row for row in range(1, 9)]  # up to an eighth of the longest context
 
 
+def test_the_call_that_attention_is_compared_with_is_not_part_of_a_step(tmp_path, monkeypatch):
+    def slow(*args):
+        time.sleep(0.05)
+
+    monkeypatch.setattr(speed, "F", SimpleNamespace(pad=F.pad, scaled_dot_product_attention=slow))
+    found = run("decode", tmp_path, *chosen("kvm-fixed"), "--tokens", "40", "--rounds", "1")
+    (row,) = found["rows"]
+    assert row["seconds"]["median"] < 0.05  # two layers would wait 0.1
+    assert row["attention_over_one_sdpa_call"] < 1
+
+
 def test_the_cache_is_as_large_as_the_formula_says(tmp_path):
     names = ["llama", "kvm-fixed", "kvm-sqrt", "kvm-hybrid", "maglev-fixed-point"]
     found = run("memory", tmp_path, *chosen(*names), "--tokens", "50")
@@ -126,3 +140,9 @@ def _needs_much():
 def test_what_cannot_be_measured_is_refused(arguments, message):
     result = CliRunner().invoke(speed.app, ["prefill", *arguments])
     assert result.exit_code == 2 and message in result.output
+
+
+def test_a_choice_of_which_nothing_is_left_does_not_mean_all():
+    for arguments in (["train", "--model", "maglev-sequential"], ["memory", "--model", "floor"]):
+        result = CliRunner().invoke(speed.app, arguments)
+        assert result.exit_code == 2 and "leave nothing" in result.output
