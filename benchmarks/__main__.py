@@ -1,6 +1,6 @@
 """Speed and memory of our models against Llama and against the floor, side by side in one process.
 
-    python -m benchmarks prefill | decode | train | memory [--full] [--help]
+    python -m benchmarks prefill | decode | train | memory | folding [--full] [--help]
 
 `floor` is Llama with attention replaced by its value projection: the time that no cache can change. Ratios are of
 medians over rounds in which all models take turns (decode: of means, so that borders of chunks count). By default a small
@@ -13,7 +13,6 @@ import json
 import shlex
 import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -35,7 +34,8 @@ from transformers import PreTrainedModel
 from kvm_hf.attention_kvm import repeat_heads
 from kvm_hf.cache_kvm import KVMLayer
 
-from .measuring import in_own_process, interleaved, machine, spread, synchronize, timed
+from .folding import compare_folding
+from .measuring import in_own_process, interleaved, keep_pages, machine, spread, timed
 from .models import COLOURS, FLOOR, LLAMA, MODELS, MOST_TOKENS, SIZES, make_model, prompt
 from .tasks import prefill_memory, read, step, train_step, training_memory
 
@@ -93,14 +93,15 @@ def decode(
     size = _size(full)
     cells = _cells(models, lengths or ([512, 1024, 4096, 16384] if full else [512, 2048, 8192]))
     loaded = _load({name for name, _ in cells}, size, device)
-    steps, caches, own_share = {cell: [] for cell in cells}, {}, {cell: [] for cell in cells}
+    steps, caches = {cell: [] for cell in cells}, {}
+    attention = {cell: {"ours": [], "plain": []} for cell in cells}
 
     def run(name: str, tokens: int) -> float:
         model, cell = loaded[name], (name, tokens)
         for token in prompt(size, 64, device)[0]:
-            # In the round that warms up: the plain call beside it takes time itself.
+            # In the round that warms up: the plain call takes time itself.
             watched = name.startswith("kvm") and len(steps[cell]) < 64
-            with _attention_times(device, own_share[cell] if watched else None):
+            with _attention_times(device, attention[cell] if watched else None):
                 steps[cell].append(timed(lambda token=token: step(model, caches[cell], token.view(1, 1)), device))
         return sum(steps[cell][-64:])
 
@@ -120,8 +121,8 @@ def decode(
     for name, tokens in cells:
         measured = steps[name, tokens][64:]  # the first ones were to warm up
         row = {"model": name, "tokens": tokens, "seconds": spread(measured), "per_token": statistics.mean(measured)}
-        if own_share[name, tokens]:
-            ours, plain = (statistics.median(column) for column in zip(*own_share[name, tokens]))
+        if attention[name, tokens]["plain"]:
+            ours, plain = (statistics.median(attention[name, tokens][kind]) for kind in ("ours", "plain"))
             row["attention_over_one_sdpa_call"] = ours / plain
             row["share_of_chunk_borders"] = 1 - statistics.median(measured) * len(measured) / sum(measured)
         rows.append(row)
@@ -133,12 +134,13 @@ def train(
     models: Models = None,
     lengths: Lengths = None,
     rounds: Rounds = 3,
+    layers: Annotated[int | None, typer.Option(min=2, help="So many, for contexts that would not fit.")] = None,
     full: Full = False,
     device: Device = "cpu",
     output: Output = None,
 ) -> None:
     """Time and memory of a training step, forward and backward, without checkpointing."""
-    size = _size(full)
+    size = _size(full, layers)
     names = [name for name in models or MODELS if not name.startswith("maglev")]
     cells = _cells(names, lengths or ([1024, 4096] if full else [512, 1024, 2048, 4096]))
     loaded = _load(set(names), size, device)
@@ -161,7 +163,7 @@ def train(
         }
         for (name, tokens), seconds in taken.items()
     ]
-    _finish("train", rows, "milliseconds per token of a training step", rounds, device, output, full)
+    _finish("train", rows, "milliseconds per token of a training step", rounds, device, output, full, layers=layers)
 
 
 @app.command()
@@ -182,36 +184,58 @@ def memory(
     _finish("memory", rows, "MiB of cache", 1, device, output, full)
 
 
+@app.command()
+def folding(rounds: Rounds = 10, full: Full = False, device: Device = "cpu", output: Output = None) -> None:
+    """Attention of many chunks over their states and windows: one call per chunk, as our models do it, against one call for
+    all of them, with the chunks as entries of a batch."""
+    size = _size(full)
+    rows = [
+        compare_folding(chunks, state, size["num_attention_heads"], size["hidden_size"], rounds, device)
+        for chunks in (4, 16)
+        for state in (256, 1024)
+    ]
+    output = output or RESULTS / ("speed-full" if full else "speed")
+    output.mkdir(parents=True, exist_ok=True)
+    facts = {"command": _command(), "machine": machine(device), "rounds": rounds, "rows": rows}
+    (output / "folding.json").write_text(json.dumps(facts, indent=1) + "\n")
+    table = Table("chunks", "rows of state", "one call per chunk, ms", "folded", "folded, without its copies")
+    for row in rows:
+        times = (f"{1000 * row[name]['median']:.1f}" for name in ("per_chunk", "folded", "folded_without_copies"))
+        table.add_row(str(row["chunks"]), str(row["state"]), *times)
+    console.print(table)
+    console.print(output / "folding.json", soft_wrap=True)
+
+
 @contextmanager
-def _attention_times(device: str, found: list | None):
-    """Within it, every update of a KVM layer is timed, and beside it one plain attention call over the same rows: pairs of
-    the sums over all layers of a step go to `found`."""
+def _attention_times(device: str, found: dict[str, list[float]] | None):
+    """Within it, the sum over all KVM layers of a step goes to `found`: in turns of the time of their updates (`"ours"`), and
+    of one plain attention call over the same rows (`"plain"`). Not of both in one step, since the second one would find
+    all rows in the processor's cache."""
     if found is None:
         yield
         return
-    update, ours, plain = KVMLayer.update, [], []
+    update, times = KVMLayer.update, []
+    kind = "plain" if len(found["ours"]) > len(found["plain"]) else "ours"
 
     def timed_update(layer, key_states, value_states, step, **kwargs):
-        synchronize(device)
-        start = time.perf_counter()
-        output = update(layer, key_states, value_states, step, **kwargs)
-        synchronize(device)
-        ours.append(time.perf_counter() - start)
-        stop = layer._state_columns + layer.stop
-        groups = step.queries.shape[1] // layer.keys.shape[1]
-        keys, values = (repeat_heads(part[:, :, :stop], groups) for part in (layer.keys, layer.values))
-        plain.append(timed(lambda: F.scaled_dot_product_attention(step.queries, keys, values), device))
-        return output
+        if kind == "plain":
+            groups, stop = step.queries.shape[1] // layer.keys.shape[1], layer._state_columns + layer.stop
+            keys, values = (repeat_heads(part[:, :, :stop], groups) for part in (layer.keys, layer.values))
+            times.append(timed(lambda: F.scaled_dot_product_attention(step.queries, keys, values), device))
+            return update(layer, key_states, value_states, step, **kwargs)
+        outputs = []
+        times.append(timed(lambda: outputs.append(update(layer, key_states, value_states, step, **kwargs)), device))
+        return outputs[0]
 
     KVMLayer.update = timed_update
     try:
         yield
     finally:
         KVMLayer.update = update
-    found.append((sum(ours), sum(plain)))
+    found[kind].append(sum(times))
 
 
-def _ragged(names: list[str], loaded: dict, size: str, tokens: int, rounds: int, device: str) -> list[dict]:
+def _ragged(names: list[str], loaded: dict, size: dict, tokens: int, rounds: int, device: str) -> list[dict]:
     """Decoding of a batch whose rows differ in length against one of equal rows, as many tokens each on average."""
     lengths = [max(1, round(tokens / 8 * (row + 1) / RAGGED)) for row in range(RAGGED)]
     mean, runs, masks, caches = sum(lengths) // RAGGED, {}, {}, {}
@@ -255,11 +279,16 @@ def _cells(models: list[str] | None, lengths: list[int]) -> list[tuple[str, int]
     return cells
 
 
-def _size(full: bool) -> str:
-    return "paper" if full else "small"
+def _command() -> str:
+    return shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]])
 
 
-def _load(names: set[str], size: str, device: str) -> dict[str, PreTrainedModel]:
+def _size(full: bool, layers: int | None = None) -> dict:
+    size = SIZES["paper" if full else "small"]
+    return size if layers is None else size | {"num_hidden_layers": layers}
+
+
+def _load(names: set[str], size: dict, device: str) -> dict[str, PreTrainedModel]:
     return {name: make_model(name, size, device) for name in MODELS if name in names}
 
 
@@ -272,6 +301,7 @@ def _finish(
     output: Path | None,
     full: bool,
     ragged: Sequence[dict] = (),
+    layers: int | None = None,
 ) -> None:
     """Ratios, then JSON, picture and table."""
     key = "cache_bytes" if command == "memory" else "per_token"
@@ -285,9 +315,9 @@ def _finish(
     output = output or RESULTS / ("speed-full" if full else "speed")
     output.mkdir(parents=True, exist_ok=True)
     facts = {
-        "command": shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]]),
+        "command": _command(),
         "machine": machine(device),
-        "size": SIZES[_size(full)],
+        "size": _size(full, layers),
         "rounds": rounds,
         "rows": rows,
         "ragged": list(ragged),
@@ -341,4 +371,5 @@ def _print(rows: list[dict], ragged: Sequence[dict], key: str) -> None:
 
 
 if __name__ == "__main__":
+    keep_pages()
     app()

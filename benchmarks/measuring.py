@@ -1,5 +1,6 @@
 """Times of several things side by side, and the memory of one thing in a process of its own."""
 
+import ctypes
 import os
 import platform
 import statistics
@@ -27,6 +28,19 @@ def interleaved(runs: dict[Hashable, Callable[[], float]], rounds: int, what: st
                     taken[name].append(seconds)
                 bar.update()
     return taken
+
+
+def keep_pages() -> None:
+    """Tells glibc to keep what it got from the system: large tensors are otherwise mapped anew for every operation, and the
+    page faults (a third of the time, and very uneven) hide what is compared."""
+    if platform.libc_ver()[0] == "glibc":
+        libc = ctypes.CDLL(None)
+        for parameter, value in (
+            (-1, 2**31 - 1),
+            (-3, 2**30),
+            (-2, 2**28),
+        ):  # trim threshold, mmap threshold, top padding
+            libc.mallopt(parameter, value)
 
 
 def timed(function: Callable[[], object], device: str) -> float:

@@ -90,13 +90,13 @@ COLOURS = dict(
 )
 
 
-def make_model(name: str, size: str, device: str) -> PreTrainedModel:
+def make_model(name: str, size: dict, device: str) -> PreTrainedModel:
     torch.manual_seed(0)
     with torch.device(device):
-        return MODELS[name](SIZES[size]).eval()
+        return MODELS[name](size).eval()
 
 
-def prompt(size: str, tokens: int, device: str, batch: int = 1) -> torch.Tensor:
+def prompt(size: dict, tokens: int, device: str, batch: int = 1) -> torch.Tensor:
     """Random ids `[batch, tokens]`."""
     generator = torch.Generator().manual_seed(tokens)
-    return torch.randint(SIZES[size]["vocab_size"], (batch, tokens), generator=generator).to(device)
+    return torch.randint(size["vocab_size"], (batch, tokens), generator=generator).to(device)

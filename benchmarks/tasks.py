@@ -25,13 +25,13 @@ def train_step(model: PreTrainedModel, ids: torch.Tensor) -> None:
     model.train()(ids, labels=ids, use_cache=False).loss.backward()
 
 
-def training_memory(name: str, size: str, tokens: int, device: str) -> int:
+def training_memory(name: str, size: dict, tokens: int, device: str) -> int:
     model = make_model(name, size, device)
     train_step(model, prompt(size, 16, device))  # gradients exist
     return added_memory(lambda: train_step(model, prompt(size, tokens, device)), device)
 
 
-def prefill_memory(name: str, size: str, tokens: int, device: str) -> dict:
+def prefill_memory(name: str, size: dict, tokens: int, device: str) -> dict:
     model, caches = make_model(name, size, device), []
     with torch.inference_mode():
         read(model, prompt(size, 16, device))

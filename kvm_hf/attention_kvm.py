@@ -29,7 +29,7 @@ def eager_attention(module, query, key, value, attention_mask, scaling, dropout=
         scores = scores + attention_mask
     precise = torch.promote_types(query.dtype, torch.float32)
     weights = scores.softmax(dim=-1, dtype=precise).to(query.dtype)
-    weights = F.dropout(weights, p=dropout, training=module.training)
+    weights = F.dropout(weights, p=dropout, training=dropout > 0)
     return (weights @ value).transpose(1, 2).contiguous(), weights
 
 
@@ -76,8 +76,8 @@ def attend(
 
 
 def _mask(module, query, key, bias, implementation):
-    """What this kernel needs to be causal at the lower right: nothing, a `BlockMask` (flex attention), a boolean
-    mask, or (with a bias, and for eager attention) an additive one."""
+    """What this kernel needs to be causal at the lower right: nothing, a `BlockMask` (flex attention), or an additive
+    mask."""
     length, total = query.shape[2], key.shape[2]
     # One query sees everything. Square calls are causal by themselves in sdpa, and flash attention aligns to the
     # lower right by itself.
@@ -89,11 +89,8 @@ def _mask(module, query, key, bias, implementation):
 
     mask = None
     if length > 1:
-        visible = torch.ones(length, total, dtype=torch.bool, device=query.device).tril(total - length)
-        if implementation == "sdpa" and bias is None:
-            return visible[None, None]
-        mask = torch.zeros(length, total, dtype=query.dtype, device=query.device)
-        mask = mask.masked_fill(~visible, torch.finfo(query.dtype).min)[None, None]
+        hidden = query.new_full((length, total), torch.finfo(query.dtype).min)
+        mask = hidden.triu_(total - length + 1)[None, None]
     if bias is not None:
         bias = (bias if bias.shape[1] == 1 else repeat_heads(bias, module.num_key_value_groups))[:, :, None]
         mask = bias if mask is None else mask + bias

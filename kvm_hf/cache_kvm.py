@@ -211,9 +211,20 @@ class KVMLayer(SequencesLayer):
         self.unfinished = True
 
         padding, batch, total = step.padding, key_states.shape[0], key_states.shape[2]
+        new = {"keys": key_states, "values": value_states, "gates": step.gates, "positions": step.positions}
+        new = {name: part for name, part in new.items() if part is not None}
+        tracked = torch.is_grad_enabled() and any(part.requires_grad for part in (step.queries, *new.values()))
+        has_room = max(self.fills) < self.rule.window_size and self.stop < self.positions.shape[1]
+        if total == 1 and padding is None and has_room and not (tracked or self.in_graph):
+            # Between two borders of chunks, a step of decoding is one write and one call.
+            self._write(new, [1] * batch, in_place=True)
+            output = self._attend(step, step.queries)
+            self.took(1, None)
+            self.unfinished = False
+            return output, None
+
         columns = total if padding is None else padding.columns
         counts = [total] * batch if padding is None else list(padding.count)
-        new = {"keys": key_states, "values": value_states, "gates": step.gates, "positions": step.positions}
         pieces = _Pieces(total, batch)
         while pieces.done != counts:
             left = [count - done for count, done in zip(counts, pieces.done)]
@@ -230,29 +241,25 @@ class KVMLayer(SequencesLayer):
             if self.record_past and len(set(left)) == 1:
                 take = [min(take)] * batch  # so that every moment to go back to is one column for all sequences
             piece = pieces.next(take)
-            tracked = torch.is_grad_enabled() and any(
-                part is not None and part.requires_grad
-                for part in (step.queries, self.keys, self.values, *new.values())
-            )
-            in_place = not (tracked or self.in_graph)
+            # What opening a chunk made may be tracked for the sake of the state's parameters alone.
+            tracked = tracked or (torch.is_grad_enabled() and (self.keys.requires_grad or self.values.requires_grad))
             self._write(
-                {name: piece(part, DIM[name]) for name, part in new.items() if part is not None}, take, in_place
+                {name: piece(part, DIM[name]) for name, part in new.items()}, take, not (tracked or self.in_graph)
             )
             self.in_graph = tracked
-            stop = self._state_columns + self.stop
-            output = step.attend(
-                piece(step.queries, 2),
-                self.keys[:, :, :stop],
-                self.values[:, :, :stop],
-                None if self.bias is None or self._bias_is_in_keys else self.bias[:, :, :stop],
-            )
-            pieces.outputs.append(output)
+            pieces.outputs.append(self._attend(step, piece(step.queries, 2)))
 
         self.took(columns, padding)
         if padding is not None and not padding.even:
             self.past = []
         self.unfinished = False
         return pieces.joined(step.queries), None
+
+    def _attend(self, step: KVMStep, queries: torch.Tensor) -> torch.Tensor:
+        """The newest tokens' `queries` `[B, H, T, D]` against all that the layer holds, `[B, T, H, D]`."""
+        stop = self._state_columns + self.stop
+        bias = None if self.bias is None or self._bias_is_in_keys else self.bias.narrow(2, 0, stop)
+        return step.attend(queries, self.keys.narrow(2, 0, stop), self.values.narrow(2, 0, stop), bias)
 
     @property
     def _state_columns(self) -> int:
@@ -343,15 +350,16 @@ class KVMLayer(SequencesLayer):
         self.rows = [changed.get(b, rows) for b, rows in enumerate(self.rows)]
         self.fills = [fill - rule.chunk_size * (b in changed) for b, fill in enumerate(self.fills)]
 
-        # Columns that no sequence sees any more make room for new tokens.
+        # Columns that no sequence sees any more go to the end, where new tokens will overwrite them.
         free = self.stop - max(self.fills)
 
-        def moved_on(window, dim):
-            kept = window.narrow(dim, free, window.shape[dim] - free)
-            return torch.cat([kept, torch.zeros_like(window.narrow(dim, 0, free))], dim)
+        def moved_on(window, dim, *state):
+            return torch.cat(
+                [*state, window.narrow(dim, free, window.shape[dim] - free), window.narrow(dim, 0, free)], dim
+            )
 
-        self.keys = torch.cat([state_keys, moved_on(keys[:, :, before:], 2)], dim=2)
-        self.values = torch.cat([state_values, moved_on(values[:, :, before:], 2)], dim=2)
+        self.keys = moved_on(keys[:, :, before:], 2, state_keys)
+        self.values = moved_on(values[:, :, before:], 2, state_values)
         self.gates = None if self.gates is None else moved_on(self.gates, 2)
         self.positions = moved_on(self.positions, 1)
         self.stop -= free
@@ -411,7 +419,8 @@ class KVMLayer(SequencesLayer):
                 "`cache.batch_repeat_interleave` / `cache.batch_select_indices` to change its rows."
             )
         # The fields of the rules, whose classes may be of two copies of this code.
-        if held[1:] != (heads, dim) or vars(self.rule) != vars(step.rule):
+        same_rule = self.rule is step.rule or vars(self.rule) == vars(step.rule)
+        if held[1:] != (heads, dim) or not same_rule:
             raise ValueError(
                 "The cache belongs to another model: its key/value heads, head dim or KVM settings differ "
                 f"({held[1]} heads of {held[2]}, {self.rule}; this model has {heads} heads of {dim}, {step.rule})."

@@ -326,7 +326,8 @@ class SequencesCache(DynamicCache):
             held = {name: tensors.get(f"{number}.{name}") for name in saved.pop("tensors")}
             if any(tensor is None for tensor in held.values()):
                 raise ValueError(damaged.format(f"it lacks tensors of layer {number}"))
-            held = {name: tensor.to(device) for name, tensor in held.items()}
+            # Copies lie in memory as new tensors do; rounding of the last bit depends on it.
+            held = {name: tensor.to(device, copy=True) for name, tensor in held.items()}
             if held and is_ours(layer):
                 layer.load(saved, held, config)
                 if not layer.fits(config):

@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModel
 from transformers import initialization as init
 from transformers.activations import ACT2FN
@@ -120,13 +122,12 @@ class KVMRotaryEmbedding(nn.Module):
 def apply_rotary(hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
     """Rotates pairs `(i, i + r/2)` of the first `r` channels, and multiplies these channels by `scale`."""
     channels = cos.shape[-1]
-    cos, sin = cos.to(hidden.dtype), sin.to(hidden.dtype)
-    rotary, rest = hidden[..., :channels], hidden[..., channels:]
-    first, second = rotary.chunk(2, dim=-1)
-    rotated = rotary * cos + torch.cat((-second, first), dim=-1) * sin
+    cos, sin = (table[..., : channels // 2].to(hidden.dtype) for table in (cos, sin))  # the other half is the same
+    first, second = hidden[..., :channels].chunk(2, dim=-1)
+    rotated = (first * cos - second * sin, second * cos + first * sin)
     if scale != 1.0:
-        rotated = rotated * scale
-    return torch.cat((rotated, rest), dim=-1) if rest.shape[-1] else rotated
+        rotated = (rotated[0] * scale, rotated[1] * scale)
+    return torch.cat((*rotated, hidden[..., channels:]), dim=-1)
 
 
 class KVMMLP(nn.Module):
@@ -224,6 +225,7 @@ class KVMAttention(KVMDotProductAttention):
         self.rule = StateRule.from_config(config, config.layer_types[layer_idx])
         self.rotary_channels = config.rotary_channels
         self.is_gated = self.rule.gate_keys or self.rule.gate_values
+        self.gradient_checkpointing = False  # transformers sets it in every module that has it
         self.has_temperatures = config.region_temperatures and self.rule.state_treatment != "sinks"
         if self.rule.state_treatment == "normalized":
             self.state_norm = KVMStateLayerNorm(config.head_dim, eps=1e-5)
@@ -246,11 +248,9 @@ class KVMAttention(KVMDotProductAttention):
         window = self.window_temperature[:, None, None]
         return torch.where(window.abs() < LEAST_TEMPERATURE, LEAST_TEMPERATURE, window)
 
-    def _state_scale(self) -> torch.Tensor | float:
-        """What the keys of the state are multiplied by, `[G, 1, 1]`."""
-        if not self.has_temperatures:
-            return 1.0
-        return self.state_temperature[:, None, None] / self._window_scale()
+    def _attend(self, scale: torch.Tensor | None, dropout: float, queries, keys, values, bias) -> torch.Tensor:
+        """As `attention_kvm.attend`, with `scale` `[1, H, 1, 1]` on the queries."""
+        return attend(self, queries if scale is None else queries * scale, keys, values, bias, dropout)
 
     def forward(
         self, hidden, position_embeddings, attention_mask, cache, position_ids, padding, sequences, rotary, **projection
@@ -265,8 +265,11 @@ class KVMAttention(KVMDotProductAttention):
 
         # The temperature of window keys is put on the queries, and its inverse on the state's keys: the same scores,
         # while the buffer holds the keys that the state will need.
+        scale, state_scale = None, lambda: 1.0
         if self.has_temperatures:
-            query = query * repeat_heads(self._window_scale()[None], self.num_key_value_groups).to(query.dtype)
+            window, temperature = self._window_scale(), self.state_temperature
+            scale = repeat_heads(window[None], self.num_key_value_groups).to(query.dtype)
+            state_scale = lambda: temperature[:, None, None] / window  # noqa: E731
 
         step = KVMStep(
             rule=self.rule,
@@ -274,9 +277,9 @@ class KVMAttention(KVMDotProductAttention):
             queries=query,
             gates=gates,
             positions=positions,
-            state_scale=self._state_scale,
+            state_scale=state_scale,
             takes_mask=takes_mask(self.config._attn_implementation),
-            attend=partial(attend, self, dropout=self.attention_dropout if self.training else 0.0),
+            attend=partial(self._attend, scale, self.attention_dropout if self.training else 0.0),
             padding=padding,
         )
         if cache is not None:
@@ -284,9 +287,10 @@ class KVMAttention(KVMDotProductAttention):
         else:
             output = self._without_cache(key, value, step, sequences)
         output = output.flatten(2)
+        output = self.o_proj(output if padding is None else padding.restore(output))
         if self.training and torch.is_grad_enabled():
             output = output + self._nothing().to(output)
-        return self.o_proj(output if padding is None else padding.restore(output)), None
+        return output, None
 
     def _nothing(self) -> torch.Tensor:
         """Zero, from every parameter that only a state uses: sequences within the window have none, and processes that train
@@ -303,7 +307,7 @@ class KVMAttention(KVMDotProductAttention):
         them, and here nothing comes after them."""
         step = replace(step, padding=None)
         if len(sequences) == len(sequences[0]) == 1:
-            return KVMLayer().update(key, value, step)[0]
+            return self._alone(key, value, step)
         rows = []
         for number, parts in enumerate(sequences):
             row = slice(None) if len(sequences) == 1 else slice(number, number + 1)
@@ -315,9 +319,33 @@ class KVMAttention(KVMDotProductAttention):
                     gates=None if step.gates is None else step.gates[row, :, part],
                     positions=step.positions[row, part],
                 )
-                outputs.append(KVMLayer().update(key[row, :, part], value[row, :, part], of_part)[0])
+                outputs.append(self._alone(key[row, :, part], value[row, :, part], of_part))
             rows.append(torch.cat(outputs, dim=1))
         return torch.cat(rows)
+
+    def _alone(self, key, value, step: KVMStep) -> torch.Tensor:
+        """Sequences in a layer that is thrown away.
+
+        For the backward pass autograd keeps what it keeps of plain attention, queries, keys, values and the output. The
+        states and windows of all chunks, several times as much, are computed again, unless the whole layer is
+        (`gradient_checkpointing_enable`).
+        """
+        is_replayed = self.gradient_checkpointing and self.training
+        if is_replayed or not torch.is_grad_enabled() or key.shape[2] <= self.rule.window_size:
+            return KVMLayer().update(key, value, step)[0]
+
+        rest = replace(step, queries=None, gates=None)
+        if self.rule.state_treatment == "normalized":
+            # With the parameters of now, which may be others by then (`torch.func.functional_call`).
+            norm, parameters = self.state_norm, dict(self.state_norm.named_parameters())
+            rest.treatment = replace(step.treatment, state_norm=lambda keys: functional_call(norm, parameters, keys))
+
+        def attend_to_all(key, value, queries, gates):
+            return KVMLayer().update(key, value, replace(rest, queries=queries, gates=gates))[0]
+
+        draws = self.training and self.attention_dropout > 0
+        given = (key, value, step.queries, step.gates)
+        return checkpoint(attend_to_all, *given, use_reentrant=False, preserve_rng_state=draws)
 
 
 class KVMDecoderLayer(GradientCheckpointingLayer):

@@ -132,7 +132,7 @@ class Block(NamedTuple):
 
     def select(self, index: torch.Tensor) -> "Block":
         """The tokens `index` [B, G, c] of the block, chosen per row and head."""
-        return Block(*(part.gather(2, index[..., None].expand(*index.shape, part.shape[-1])) for part in self))
+        return Block(*(_rows_at(part, index) for part in self))
 
 
 class Readout(NamedTuple):
@@ -232,10 +232,12 @@ def absorb(
         return state, held
     appended = [rows_to_append(rule, context, rows) for context, rows in zip(contexts, held)]
     least, most = min(appended), max(appended)
+    with torch.no_grad():
+        similarity = treatment.similarity(block.keys, state.key_sum)  # [B, G, C, M]
     if most > 0:
         with torch.no_grad():
-            similarity = _of_held_rows(treatment.similarity(block.keys, state.key_sum), held)
-            order = _lowest_first(similarity.amax(dim=-1), appended)  # [B, G, C]
+            novelty = _of_held_rows(similarity, held).amax(dim=-1)
+            order = _lowest_first(novelty, appended)  # [B, G, C]
             # Where one sequence founds fewer rows than another, surplus tokens fill both selections up.
             places, counts = torch.arange(rule.chunk_size, device=order.device), _per_sequence(appended, order)
             novel, _ = _by_position(order[..., :most], places[:most] >= counts, rule.chunk_size)
@@ -243,20 +245,26 @@ def absorb(
         founded = _rows(rule, block.select(novel), gated=rule.gate_appends)
         after = [rows + count for rows, count in zip(held, appended)]
         state = State(*(_append(total, part, held, max(after)) for total, part in zip(state, founded)))
+        with torch.no_grad():  # only the new rows have to be looked at once more
+            similarity = _append(similarity, treatment.similarity(block.keys, founded.key_sum), held, max(after), dim=3)
         held = after
-        block = block.select(rest)
 
     if least < rule.chunk_size:
-        joining = _rows(rule, block, gated=True)
+        with torch.no_grad():
+            # Nothing joins a sink: it looks like the row behind the sinks, to which the tie then goes.
+            sinks = rule.num_sink_tokens
+            similarity[..., :sinks] = similarity[..., sinks : sinks + 1]
+            target = _first_highest(_of_held_rows(similarity, held)).clamp_min(sinks)  # [B, G, C]
+            if rule.gate_keys:  # scales a token's similarities alike, except by zero, where all of them tie
+                target = target.masked_fill(block.gates.squeeze(-1) <= 0, sinks)
+            if most > 0:
+                target = target.gather(2, rest)
+        joining = _rows(rule, block if most == 0 else block.select(rest), gated=True)
         if least < most:
             joining = State(*(part.masked_fill(founders[..., None], 0) for part in joining))
-        with torch.no_grad():
-            similarity = treatment.similarity(joining.key_sum, state.key_sum)[..., rule.num_sink_tokens :]
-            similarity = _of_held_rows(similarity, [rows - rule.num_sink_tokens for rows in held])
-            target = _first_highest(similarity) + rule.num_sink_tokens  # [B, G, c, 1]
         state = State(
             *(
-                total if name == "radius" else total.scatter_add(2, target.expand_as(part), part)
+                total if name == "radius" else _add_to_rows(total, target, part)
                 for name, total, part in zip(State._fields, state, joining)
             )
         )
@@ -306,15 +314,35 @@ def _of_held_rows(similarity: torch.Tensor, held: list[int]) -> torch.Tensor:
     return torch.where(absent, similarity[..., :1], similarity)
 
 
-def _append(total: torch.Tensor, new: torch.Tensor, held: list[int], size: int) -> torch.Tensor:
+def _append(total: torch.Tensor, new: torch.Tensor, held: list[int], size: int, dim: int = 2) -> torch.Tensor:
     """`[B, G, size, d]`: rows `[B, G, M, d]`, of which each sequence holds `held`, and right after those new ones
-    `[B, G, c, d]`, as many as there is room for."""
-    both = torch.cat([total, new], dim=2)
-    if set(held) == {total.shape[2]}:
+    `[B, G, c, d]`, as many as there is room for. The rows may be in dimension 3 instead."""
+    both, count = torch.cat([total, new], dim), total.shape[dim]
+    if set(held) == {count}:
         return both
     column, rows = torch.arange(size, device=both.device), _per_sequence(held, both)
-    source = torch.where(column < rows, column, column - rows + total.shape[2]).clamp_max(both.shape[2] - 1)
-    return both.gather(2, source.reshape(-1, 1, size, 1).expand(*both.shape[:2], size, both.shape[3]))
+    source = torch.where(column < rows, column, column - rows + count).clamp_max(both.shape[dim] - 1)
+    source = source.reshape(-1, 1, size, 1).transpose(2, dim)
+    shape = [*both.shape[:dim], size, *both.shape[dim + 1 :]]
+    return both.gather(dim, source.expand(shape))
+
+
+def _rows_at(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """`[B, G, c, d]`: the rows `index` `[B, G, c]` of `[B, G, M, d]`."""
+    return tensor.flatten(0, 2).index_select(0, _flat(index, tensor.shape[2])).view(*index.shape, tensor.shape[-1])
+
+
+def _add_to_rows(total: torch.Tensor, index: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """Rows `[B, G, M, d]` with `part` `[B, G, c, d]` added to the rows `index` `[B, G, c]`."""
+    return total.flatten(0, 2).index_add(0, _flat(index, total.shape[2]), part.flatten(0, 2)).view_as(total)
+
+
+def _flat(index: torch.Tensor, rows: int) -> torch.Tensor:
+    """`[B, G, c]` places among `rows` rows as places `[B * G * c]` among those of all heads: moving whole rows by one index
+    each is several times as fast as `gather` and `scatter_add`."""
+    heads = index.flatten(0, 1)
+    first = torch.arange(0, heads.shape[0] * rows, rows, device=index.device)
+    return (heads + first[:, None]).flatten()
 
 
 def _by_position(chosen: torch.Tensor, surplus: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -324,13 +352,16 @@ def _by_position(chosen: torch.Tensor, surplus: torch.Tensor, size: int) -> tupl
 
 
 def _first_highest(similarity: torch.Tensor) -> torch.Tensor:
-    """Index `[..., 1]` of the highest of `[..., M]`, the lowest index on a tie.
+    """Index `[...]` of the highest of `[..., M]`, the lowest index on a tie.
 
     A token that occurs twice has the same key in the first layer, so exact ties are common; rounding must not decide
     them, or the result would depend on how a sequence was split over calls. Hence the tolerance.
     """
-    highest = similarity.amax(dim=-1, keepdim=True)
-    return (similarity >= highest - _rounding(similarity)).to(torch.uint8).argmax(dim=-1, keepdim=True)
+    bound = similarity.amax(dim=-1, keepdim=True) - _rounding(similarity)
+    # The least column among those that miss the bound by nothing. (Boolean tensors and `argmax` take several times as long.)
+    missed = (bound - similarity).clamp_min_(0).mul_(torch.finfo(similarity.dtype).max)
+    column = torch.arange(similarity.shape[-1], dtype=similarity.dtype, device=similarity.device)
+    return missed.add_(column).amin(dim=-1).nan_to_num_(0).long()
 
 
 def _lowest_first(values: torch.Tensor, counts: list[int]) -> torch.Tensor:
@@ -345,7 +376,8 @@ def _lowest_first(values: torch.Tensor, counts: list[int]) -> torch.Tensor:
 
 def _rounding(values: torch.Tensor) -> torch.Tensor:
     """Differences in the last dimension that rounding may have made."""
-    return 64 * torch.finfo(values.dtype).eps * values.abs().amax(dim=-1, keepdim=True)
+    largest = torch.maximum(values.amax(dim=-1, keepdim=True), -values.amin(dim=-1, keepdim=True))
+    return 64 * torch.finfo(values.dtype).eps * largest
 
 
 def _positive(mass: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from typer.testing import CliRunner
 
 from benchmarks import __main__ as speed
-from benchmarks import measuring, models, tasks
+from benchmarks import folding, measuring, models, tasks
 
 TINY = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, vocab_size=64)
 
@@ -39,15 +39,15 @@ def chosen(*names):
 def test_every_model_has_the_size_that_was_asked_for_and_runs():
     with torch.no_grad():
         for name in models.MODELS:
-            model = models.make_model(name, "small", "cpu")
+            model = models.make_model(name, TINY, "cpu")
             assert (model.config.hidden_size, model.config.num_hidden_layers) == (32, 2)
-            cache = tasks.read(model, models.prompt("small", 40, "cpu"))
-            tasks.step(model, cache, models.prompt("small", 1, "cpu"))
+            cache = tasks.read(model, models.prompt(TINY, 40, "cpu"))
+            tasks.step(model, cache, models.prompt(TINY, 1, "cpu"))
 
 
 def test_at_the_floor_a_token_sees_itself_alone():
-    model = models.make_model("floor", "small", "cpu")
-    ids = models.prompt("small", 9, "cpu")
+    model = models.make_model("floor", TINY, "cpu")
+    ids = models.prompt(TINY, 9, "cpu")
     with torch.no_grad():
         alone = torch.cat([model(ids[:, i : i + 1]).logits for i in range(9)], dim=1)
         # float32, matrices of other shapes
@@ -105,6 +105,22 @@ def test_training_reports_time_and_memory_and_leaves_maglev_out(tmp_path):
     )
     assert [row["model"] for row in found["rows"]] == ["llama", "kvm-fixed"]
     assert all(row["seconds"]["median"] > 0 for row in found["rows"])
+
+
+def test_folded_chunks_give_what_chunk_by_chunk_gives(tmp_path):
+    for state in (0, 7):
+        chunks = folding.make_chunks(3, state, heads=2, dim=8, dtype=torch.float64, device="cpu")
+        torch.testing.assert_close(folding.folded(*chunks), folding.per_chunk(*chunks), atol=1e-9, rtol=0)
+    result = CliRunner().invoke(speed.app, ["folding", "--rounds", "1", "--output", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    rows = json.loads((tmp_path / "folding.json").read_text())["rows"]
+    assert [(row["chunks"], row["state"]) for row in rows] == [(4, 256), (4, 1024), (16, 256), (16, 1024)]
+    assert all(row[name]["median"] > 0 for row in rows for name in ("per_chunk", "folded", "folded_without_copies"))
+
+
+def test_training_may_be_measured_with_fewer_layers(tmp_path):
+    found = run("train", tmp_path, *chosen("llama"), "--tokens", "20", "--rounds", "1", "--layers", "3")
+    assert found["size"]["num_hidden_layers"] == 3
 
 
 def test_what_is_compared_takes_turns_and_the_first_round_does_not_count():
