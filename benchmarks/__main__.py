@@ -1,6 +1,6 @@
 """Speed and memory of our models against Llama and against the floor, side by side in one process.
 
-    python -m benchmarks prefill | decode | train | memory | folding [--full] [--help]
+    python -m benchmarks prefill | decode | train | memory | folding | profile [--full] [--help]
 
 `floor` is Llama with attention replaced by its value projection: the time that no cache can change. Ratios are of
 medians over rounds in which all models take turns (decode: of means, so that borders of chunks count). By default a small
@@ -40,6 +40,14 @@ from .models import COLOURS, FLOOR, LLAMA, MODELS, MOST_TOKENS, SIZES, make_mode
 from .tasks import prefill_memory, read, step, train_step, training_memory
 
 RESULTS = Path(__file__).parent / "results"
+# Operations by parts of their names; the first kind that fits.
+KINDS = {
+    "linear layers": ("aten::mm", "aten::addmm"),
+    "attention": ("scaled_dot_product",),
+    "looking up rows": ("aten::bmm", "aten::amax", "aten::amin", "aten::sort"),
+    "copies": ("aten::cat", "aten::copy_", "aten::index", "aten::scatter", "aten::gather", "aten::fill_"),
+    "everything else": ("",),
+}
 RAGGED = 8  # rows of the batch of very different lengths
 console = Console()
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__.split("\n\n")[0])
@@ -48,8 +56,8 @@ Models = Annotated[list[str] | None, typer.Option("--model", help=f"May be given
 Lengths = Annotated[list[int] | None, typer.Option("--tokens", help="Context length; may be given again.")]
 Rounds = Annotated[int, typer.Option(min=1, help="Times that each is measured.")]
 Full = Annotated[bool, typer.Option("--full", help="The paper's size and long contexts.")]
-Device = Annotated[str, typer.Option(help="cpu, cuda, ...")]
-Output = Annotated[Path | None, typer.Option(help="Folder for the JSON file and the picture.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, ...", callback=lambda name: check_device(name))]
+Output = Annotated[Path | None, typer.Option(help="Folder for the JSON file and the picture.", file_okay=False)]
 
 
 @app.command()
@@ -62,6 +70,7 @@ def prefill(
     output: Output = None,
 ) -> None:
     """Time of a prompt that fills a cache."""
+    output = _folder(output, full)
     size = _size(full)
     cells = _cells(models, lengths or ([1024, 4096, 16384] if full else [512, 1024, 2048, 4096]))
     loaded = _load({name for name, _ in cells}, size, device)
@@ -90,6 +99,7 @@ def decode(
     output: Output = None,
 ) -> None:
     """Time of a token after a context. Four rounds of 64 tokens pass just one border of chunks."""
+    output = _folder(output, full)
     size = _size(full)
     cells = _cells(models, lengths or ([512, 1024, 4096, 16384] if full else [512, 2048, 8192]))
     loaded = _load({name for name, _ in cells}, size, device)
@@ -140,6 +150,7 @@ def train(
     output: Output = None,
 ) -> None:
     """Time and memory of a training step, forward and backward, without checkpointing."""
+    output = _folder(output, full)
     size = _size(full, layers)
     names = [name for name in models or MODELS if not name.startswith("maglev")]
     cells = _cells(names, lengths or ([1024, 4096] if full else [512, 1024, 2048, 4096]))
@@ -175,6 +186,7 @@ def memory(
     output: Output = None,
 ) -> None:
     """Bytes of cache after a prompt, against the formula of the specification, and the memory that the prompt needed."""
+    output = _folder(output, full)
     size = _size(full)
     names = [name for name in models or MODELS if name != FLOOR]
     cells = _cells(names, lengths or ([1024, 4096, 16384] if full else [512, 1024, 2048, 4096]))
@@ -188,14 +200,13 @@ def memory(
 def folding(rounds: Rounds = 10, full: Full = False, device: Device = "cpu", output: Output = None) -> None:
     """Attention of many chunks over their states and windows: one call per chunk, as our models do it, against one call for
     all of them, with the chunks as entries of a batch."""
+    output = _folder(output, full)
     size = _size(full)
     rows = [
         compare_folding(chunks, state, size["num_attention_heads"], size["hidden_size"], rounds, device)
         for chunks in (4, 16)
         for state in (256, 1024)
     ]
-    output = output or RESULTS / ("speed-full" if full else "speed")
-    output.mkdir(parents=True, exist_ok=True)
     facts = {"command": _command(), "machine": machine(device), "rounds": rounds, "rows": rows}
     (output / "folding.json").write_text(json.dumps(facts, indent=1) + "\n")
     table = Table("chunks", "rows of state", "one call per chunk, ms", "folded", "folded, without its copies")
@@ -204,6 +215,48 @@ def folding(rounds: Rounds = 10, full: Full = False, device: Device = "cpu", out
         table.add_row(str(row["chunks"]), str(row["state"]), *times)
     console.print(table)
     console.print(output / "folding.json", soft_wrap=True)
+
+
+@app.command()
+def profile(
+    models: Models = None,
+    tokens: Annotated[int, typer.Option(min=2, help="Length of the prompt.")] = 4096,
+    layers: Annotated[int, typer.Option(min=2, help="Of the model.")] = 2,
+    full: Full = False,
+    output: Output = None,
+) -> None:
+    """Where the time of a prompt goes, by kinds of operations, on the CPU."""
+    output = _folder(output, full)
+    size, shares = _size(full, layers), {}
+    names = [name for name, _ in _cells(models or [FLOOR, LLAMA, "kvm-fixed", "kvm-sqrt"], [tokens])]
+    for name in tqdm(names, desc="Profile"):
+        model, ids = make_model(name, size, "cpu"), prompt(size, tokens, "cpu")
+        with torch.inference_mode():
+            read(model, ids)
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as recorded:
+                read(model, ids)
+        shares[name] = dict.fromkeys(KINDS, 0.0)
+        for event in recorded.key_averages():
+            kind = next(kind for kind, parts in KINDS.items() if any(part in event.key for part in parts))
+            shares[name][kind] += event.self_cpu_time_total / 1e6
+    facts = {"command": _command(), "machine": machine("cpu"), "size": size, "tokens": tokens, "seconds": shares}
+    (output / "profile.json").write_text(json.dumps(facts, indent=1) + "\n")
+    table = Table("seconds", *shares)
+    for kind in KINDS:
+        table.add_row(kind, *(f"{found[kind]:.3f}" for found in shares.values()))
+    console.print(table)
+    figure, axes = plt.subplots(figsize=(7.5, 3), layout="constrained")
+    left = [0.0] * len(shares)
+    for kind in KINDS:
+        width = [found[kind] for found in shares.values()]
+        axes.barh(list(shares), width, left=left, label=kind)
+        left = [a + b for a, b in zip(left, width)]
+    axes.invert_yaxis()
+    axes.set(xlabel=f"seconds for {tokens} tokens, {layers} layers")
+    axes.legend(frameon=False, fontsize=8)
+    figure.savefig(output / "profile.png", dpi=150)
+    plt.close(figure)
+    console.print(f"{output / 'profile.json'}\n{output / 'profile.png'}", soft_wrap=True)
 
 
 @contextmanager
@@ -279,6 +332,24 @@ def _cells(models: list[str] | None, lengths: list[int]) -> list[tuple[str, int]
     return cells
 
 
+def check_device(name: str) -> str:
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:
+        raise typer.BadParameter(f"{name}: {str(error).splitlines()[0]}") from error
+    return name
+
+
+def _folder(output: Path | None, full: bool) -> Path:
+    """Where results go; made before anything is measured."""
+    output = output or RESULTS / ("speed-full" if full else "speed")
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise typer.BadParameter(f"--output {output} cannot be made: {error.strerror}.") from error
+    return output
+
+
 def _command() -> str:
     return shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]])
 
@@ -298,7 +369,7 @@ def _finish(
     what: str,
     rounds: int,
     device: str,
-    output: Path | None,
+    output: Path,
     full: bool,
     ragged: Sequence[dict] = (),
     layers: int | None = None,
@@ -312,8 +383,6 @@ def _finish(
                 row[f"over_{other}"] = row[key] / beside[0][key]
                 if other == LLAMA and beside[0].get("added_bytes"):  # 0 where a call fits into what was held already
                     row["added_over_llama"] = row["added_bytes"] / beside[0]["added_bytes"]
-    output = output or RESULTS / ("speed-full" if full else "speed")
-    output.mkdir(parents=True, exist_ok=True)
     facts = {
         "command": _command(),
         "machine": machine(device),

@@ -58,7 +58,8 @@ def _kvm(**fields) -> Callable[[dict], PreTrainedModel]:
         window = dict(chunk_size=WINDOW // 2, num_window_chunks=2)
         settings = size | window | dict(max_position_embeddings=POSITIONS, rope_parameters=dict(ROPE)) | fields
         if "sliding_window" in fields:
-            settings["layer_types"] = ["sliding_attention", "kvm_attention"] * (size["num_hidden_layers"] // 2)
+            layers = size["num_hidden_layers"]
+            settings["layer_types"] = (["sliding_attention", "kvm_attention"] * layers)[:layers]
         return KVMForCausalLM(KVMConfig(**settings))
 
     return make

@@ -20,6 +20,7 @@ from .plan import Options, Plan, RetrofitOptions, RetrofitPlan, TargetTensor
 from .rank import check_automatic, choose_layers, is_automatic, write_ranking
 from .source import SAFETENSORS_DTYPES, Source, open_source
 from .tensors import make_tensor
+from .verification import check_journal, check_place
 
 PLAN_FILE = "retrofit-plan.sha256"
 PLANS = {RetrofitOptions: RetrofitPlan, MaglevOptions: MaglevPlan}
@@ -64,7 +65,7 @@ def convert(
     command = command or _python_call(source, target, options)
     automatic, measured = is_automatic(options), target.with_name(target.name + ".ranking.json")
     if automatic:
-        check_measured(measured)
+        check_journal(measured, "target")
 
     def check(config: PreTrainedConfig) -> None:
         if automatic:
@@ -188,6 +189,7 @@ def write_code_and_config(model_class: type[PreTrainedModel], config: PreTrained
 
 
 def check_target(target: Path) -> None:
+    check_place(target, "target")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise RetrofitError(
             f"The target {target} exists and is not an empty folder. Choose another, or remove it first."
@@ -198,18 +200,6 @@ def check_work(work: Path) -> None:
     if work.exists() and not (work / PLAN_FILE).is_file():
         raise RetrofitError(
             f"{work}, where the work would be done, exists and is not ours. Move it, or choose another target."
-        )
-
-
-def check_measured(measured: Path) -> None:
-    """Refuses a file that `Journal` did not write."""
-    try:
-        is_ours = not measured.exists() or json.loads(measured.read_text()).keys() == {"identity", "results"}
-    except (ValueError, AttributeError):
-        is_ours = False
-    if not is_ours:
-        raise RetrofitError(
-            f"{measured}, where the ranking would be kept, exists and is not ours. Move it, or choose another target."
         )
 
 

@@ -24,7 +24,7 @@ import transformers
 from rich.console import Console
 from rich.table import Table
 from torch import nn
-from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvm_hf import KVMForCausalLM
 
@@ -39,7 +39,7 @@ from .plan import RetrofitPlan, full_config, kvm_layers, target_tensors
 from .source import Source, files_around, open_source, read_headers
 from .tensors import make_model, make_tensor
 from .texts import Pieces, dataset_of, read_pieces
-from .verification import HEAL_REPORT, find_device, read_config
+from .verification import HEAL_REPORT, find_device, load_tokenizer, read_config
 
 STATE_FILE, PLOT_FILE = "heal.pt", "heal.png"
 # Results about another model than the one that is written.
@@ -118,8 +118,10 @@ class HealOptions:
                 raise RetrofitError(f"{_flag(name)} must be {least.get(name, 1)} or more, got {value}.")
         for name in ("transfer_lr", "lr", "new_lr"):
             value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise RetrofitError(f"{_flag(name)} must be positive, got {value}.")
+            if value is not None and not 0 < value < 1:
+                raise RetrofitError(f"{_flag(name)} must be a rate between 0 and 1, got {value}.")
+        if self.seed >= 2**32:
+            raise RetrofitError(f"`--seed` must be below 2**32, got {self.seed}.")
         if not 0 <= self.cross_entropy < math.inf:
             raise RetrofitError(f"`--cross-entropy` must be 0 or more, got {self.cross_entropy}.")
         for name, known in (("train", ("lora", "full")), ("dtype", ("float32", "bfloat16"))):
@@ -179,7 +181,7 @@ def heal(
     with open_source(teacher, output, check=check) as source:
         steps = options.transfer_steps + options.steps
         enough = steps * options.batch_size * options.accumulate + options.held_out
-        tokenizer = AutoTokenizer.from_pretrained(target)
+        tokenizer = load_tokenizer(target, "target")
         pieces = read_pieces(tokenizer, texts, options.length, options.held_out, enough)
         student = recipe.load(target, device)
         teacher_model = make_teacher(source, student, shares=recipe.keeps_them(options.train))
@@ -285,6 +287,7 @@ class Healing:
         if self.before is None:
             on_step(self.step, total, "measuring")
             self.before = self.measure()
+            self._check_finite("The loss", self.before["loss"])
             self.save()
         consistent = True  # whether parameters, optimizer and step belong together
         try:
@@ -300,8 +303,7 @@ class Healing:
                     self._set_rates(_schedule(self.step - first, last - first))
                     self.optimizer.zero_grad()
                     loss = self._accumulate(stage)
-                    if not math.isfinite(loss):
-                        raise RetrofitError(f"The loss of step {self.step} is {loss}. Use smaller learning rates.")
+                    self._check_finite(f"The loss of step {self.step}", loss)
                     consistent = False
                     nn.utils.clip_grad_norm_(
                         [part for group in self.optimizer.param_groups for part in group["params"]], 1.0
@@ -320,6 +322,17 @@ class Healing:
         self.save()
         on_step(self.step, total, "measuring")
         self.after = self.measure()
+        self._check_finite("The loss afterwards", self.after["loss"])
+
+    def _check_finite(self, what: str, loss: float) -> None:
+        if math.isfinite(loss):
+            return
+        if not self.step:
+            raise RetrofitError(
+                f"{what} is {loss} before anything was trained: weights of the target or the teacher are not numbers, or too "
+                "large. Convert the checkpoint anew."
+            )
+        raise RetrofitError(f"{what} is {loss}. Remove {self.work}, and use smaller learning rates.")
 
     def _trained(self, stage: str) -> dict[str, nn.Parameter]:
         """The parameters that a stage trains, by name."""
@@ -396,7 +409,11 @@ class Healing:
         self.work, self.identity = work, json.loads(json.dumps(identity))
         if not work.exists():
             return
-        kept = torch.load(work / STATE_FILE, map_location="cpu", weights_only=True)
+        try:
+            kept = torch.load(work / STATE_FILE, map_location="cpu", weights_only=True)
+            kept["identity"], kept["step"], kept["trained"]
+        except Exception as error:  # PyTorch has many for a file that it did not write
+            raise RetrofitError(f"{work / STATE_FILE} cannot be read. Remove {work} to start anew.") from error
         differing = [name for name in self.identity if kept["identity"].get(name) != self.identity[name]]
         if differing:
             there = {name: f" ({kept['identity'].get(name)!r} there)" for name in asdict(self.options)}
@@ -454,7 +471,9 @@ def transfer(student: KVMForCausalLM, teacher: KVMForCausalLM, ids: torch.Tensor
             wanted = output[0].float()
             with torch.enable_grad():
                 found = student.model.layers[index].self_attn(*args, **kwargs)[0].float()
-                loss = ((found - wanted).pow(2).mean((1, 2)) / wanted.flatten(1).var(1)).mean()
+                # The least number: of an attention that gives nothing, nothing is wanted.
+                variance = wanted.flatten(1).var(1).clamp_min(torch.finfo(wanted.dtype).tiny)
+                loss = ((found - wanted).pow(2).mean((1, 2)) / variance).mean()
                 (loss * share / len(layers)).backward()
             losses.append(loss.item())
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from kvm_hf import KVMConfig, KVMForCausalLM
 from maglev_hf import GrowingSweeps, MaglevConfig, MaglevForPreTraining
 
-from .errors import RetrofitError
+from .errors import RetrofitError, one_line
 from .maglev import LLAMA_BLOCK, MaglevOptions, MaglevPlan
 from .plan import Plan, RetrofitOptions, RetrofitPlan, full_config, kvm_layers
 from .source import Source
@@ -88,7 +88,21 @@ class Recipe(ABC):
         """A config to compare the target's with: what `maker` makes of the teacher."""
 
     def load(self, target: Path, device: torch.device | str) -> PreTrainedModel:
-        return self.plan_class.model_class.from_pretrained(target, dtype=torch.float32, device_map=device)
+        """In float32.
+
+        Raises:
+            RetrofitError: weights are missing or damaged.
+        """
+        try:
+            model, found = self.plan_class.model_class.from_pretrained(
+                target, dtype=torch.float32, device_map=device, output_loading_info=True
+            )
+        except Exception as error:  # transformers has many
+            raise RetrofitError(f"The target {target} cannot be loaded: {one_line(error)}. Convert it anew.") from error
+        if found["missing_keys"]:
+            missing = ", ".join(sorted(found["missing_keys"]))
+            raise RetrofitError(f"The target {target} lacks weights: {missing}. Convert it anew.")
+        return model
 
     def plan(self, source: Source, config: PreTrainedConfig) -> Plan:
         """For the model card."""

@@ -41,11 +41,12 @@ from .plan import (
 )
 from .source import Source, open_source
 from .tensors import make_model, make_tensor
-from .verification import TEXT, Journal, find_device, load_tokenizer, text_pieces
+from .verification import TEXT, Journal, check_journal, check_place, find_device, load_tokenizer, text_pieces
 
 RANKING, RANKING_PLOT = "rank.json", "rank.png"
 AUTO = "auto:"
 DEFAULT_TOKENS = 3072
+MOST_CONTEXT = 1 << 24  # rows of a state are counted chunk by chunk
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,8 @@ class RankOptions:
         for name in ("pieces", "context"):
             if getattr(self, name) < 1:
                 raise RetrofitError(f"`--{name} {getattr(self, name)}` is too few; use 1 or more.")
+        if self.context > MOST_CONTEXT:
+            raise RetrofitError(f"`--context {self.context}` is too many; use {MOST_CONTEXT} or less.")
 
 
 def rank_layers(
@@ -102,7 +105,11 @@ def rank_layers(
     output = Path(f"{Path(source).resolve().name.removesuffix('.gguf')}-ranking" if output is None else output)
     if output.exists() and not output.is_dir():
         raise RetrofitError(f"`--output {output}` is a file; name a folder.")
-    journal = output / "rank.partial.json"
+    check_place(output, "output")
+    journal, ranking = output / "rank.partial.json", output / RANKING
+    check_journal(journal, "output")
+    if ranking.exists() and '"divergence"' not in ranking.read_text(errors="replace"):
+        raise RetrofitError(f"{ranking} exists and is no ranking. Move it, or choose another output.")
     with (
         tempfile.TemporaryDirectory() as scratch,
         open_source(
@@ -257,6 +264,10 @@ def _cost(reading: Callable[[], Reading], layer: int) -> tuple[float, float, flo
 def _number_kept(choice: str, candidates: int) -> int:
     """N of `auto:N`, which leaves some of the candidates to convert and some to keep."""
     number = choice.removeprefix(AUTO)
+    if candidates < 2:
+        raise RetrofitError(
+            f"`--layers {choice}`: there is only one layer to convert, so nothing to choose. Use `all`."
+        )
     if not number.isdecimal() or not 1 <= int(number) < candidates:
         raise RetrofitError(
             f"`--layers {choice}` is not understood: `auto:N` keeps N of the {candidates} layers that `all` converts, so N is "

@@ -98,19 +98,19 @@ def documents(text: str | Path) -> Iterator[str]:
         yield from _rows(f"`--text {text}` is not a file, and as a dataset of the hub it", *dataset)
         return
     file = Path(text)
-    if file.suffix == ".parquet":
+    if file.suffix.lower() == ".parquet":
         yield from _rows(f"`--text {file}`", "parquet", data_files=str(file))
         return
     try:
-        with open(file, encoding="utf-8") as lines:
-            if file.suffix != ".jsonl":
+        with open(file, encoding="utf-8-sig") as lines:
+            if file.suffix.lower() != ".jsonl":
                 yield lines.read()
                 return
             for number, line in enumerate(lines, 1):
                 if line.strip():
                     yield _text_of(line, f"line {number} of {file}")
     except (OSError, UnicodeDecodeError) as error:
-        raise RetrofitError(f"`--text {file}` cannot be read: {error}. Formats: {FORMATS}.") from error
+        raise RetrofitError(f"`--text {file}` cannot be read: {error}. Formats, in UTF-8: {FORMATS}.") from error
 
 
 def _text_of(line: str, where: str) -> str:
@@ -120,7 +120,8 @@ def _text_of(line: str, where: str) -> str:
         raise RetrofitError(f"`--text`: {where} is not an object with a field `text`.") from error
     if not isinstance(text, str):
         raise RetrofitError(f"`--text`: the field `text` in {where} is not a string.")
-    return text
+    # Half of a character, as in text that was cut to a number of UTF-16 units, cannot be tokenized.
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _rows(subject: str, *dataset, **settings) -> Iterator[str]:

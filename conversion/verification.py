@@ -7,6 +7,7 @@ and in bytes held.
 """
 
 import json
+import os
 import random
 import tempfile
 from collections.abc import Callable
@@ -375,6 +376,35 @@ class Journal:
         self.path.unlink()
 
 
+def check_place(path: Path, what: str) -> None:
+    """Refuses a path below a file, or where nothing may be written.
+
+    Args:
+        what: the option that names it.
+    """
+    parent = path.absolute().parent
+    while not parent.exists():
+        parent = parent.parent
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise RetrofitError(f"The {what} {path} cannot be made: {parent} is no folder that can be written to.")
+
+
+def check_journal(path: Path, what: str) -> None:
+    """Refuses a file that `Journal` did not write.
+
+    Args:
+        what: the option that says where it is.
+    """
+    try:
+        is_ours = not path.exists() or json.loads(path.read_text()).keys() == {"identity", "results"}
+    except (OSError, ValueError, AttributeError):
+        is_ours = False
+    if not is_ours:
+        raise RetrofitError(
+            f"{path}, where the measurements would be kept, exists and is not ours. Move it, or choose another {what}."
+        )
+
+
 def _check_options(options: VerifyOptions, config: KVMConfig) -> None:
     if options.dtype not in DTYPES:
         raise RetrofitError(f"`--dtype {options.dtype}` is not known; use one of {', '.join(DTYPES)}.")
@@ -387,11 +417,11 @@ def _check_options(options: VerifyOptions, config: KVMConfig) -> None:
         )
 
 
-def load_tokenizer(folder: Path):
+def load_tokenizer(folder: Path, what: str = "source"):
     try:
         return AutoTokenizer.from_pretrained(folder)
     except Exception as error:  # transformers has many, depending on which file is missing
-        raise RetrofitError(f"The source {folder} has no tokenizer that can be loaded: {error}") from error
+        raise RetrofitError(f"The {what} {folder} has no tokenizer that can be loaded: {error}") from error
 
 
 def find_device(choice: str) -> torch.device:

@@ -260,6 +260,13 @@ def main(
 ) -> None:
     """Train five models on recall beyond the window, and compare them."""
     start = time.monotonic()
+    for folder in (output, work):  # before long work
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise typer.BadParameter(f"{folder} cannot be made: {error.strerror}.") from error
+    if not 0 < learning_rate < 1:
+        raise typer.BadParameter(f"--learning-rate {learning_rate}: must be between 0 and 1.")
     found = {str(seed): {} for seed in seeds or [0, 1]}
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         runs = {
@@ -273,7 +280,6 @@ def main(
                 bar.set_description(f"{kind}, seed {seed}: {found[seed][kind]['accuracy']:.0%} right")
                 bar.update()
 
-    output.mkdir(parents=True, exist_ok=True)
     facts = {
         "command": shlex.join(["python", "examples/train_recall.py", *sys.argv[1:]]),
         "date": date.today().isoformat(),

@@ -1,6 +1,8 @@
 """`retrofit heal`: what trains, what stays, that it helps, that it can be interrupted, and what it refuses."""
 
 import json
+import math
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,7 +13,7 @@ import pytest
 import torch
 from fresh_process import in_fresh_process
 from huggingface_hub import ModelCard
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from small_sources import change_config, make_source
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
@@ -20,7 +22,7 @@ from conversion import HealOptions, RetrofitError, RetrofitOptions, convert, hea
 from conversion.cli import app
 from conversion.heal import DISTILL, STATE_FILE, TRANSFER, Healing, distill, make_teacher, transfer
 from conversion.source import open_source
-from conversion.texts import read_pieces
+from conversion.texts import documents, read_pieces
 from kvm_hf import KVMForCausalLM
 
 HEAL = sys.modules["conversion.heal"]  # `conversion.heal` is the function
@@ -478,6 +480,79 @@ def test_a_checkpoint_of_the_same_shape_that_the_target_was_not_made_from_is_ref
         heal(*arguments, OPTIONS)
 
 
+def change_weights(folder, change):
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (lambda f: (f / "tokenizer.json").write_text("{"), "target .* has no tokenizer that can be loaded"),
+        (lambda f: (f / "model.safetensors").unlink(), "cannot be loaded: .*Convert it anew"),
+        (lambda f: (f / "model.safetensors").write_bytes(b"short"), "cannot be loaded: .*Convert it anew"),
+        (
+            lambda f: change_weights(f, lambda weights: weights.pop("model.layers.0.self_attn.q_proj.weight")),
+            "lacks weights: model.layers.0.self_attn.q_proj.weight",
+        ),
+        (
+            lambda f: change_weights(f, lambda weights: weights["model.norm.weight"].fill_(float("nan"))),
+            "loss is nan before anything was trained",
+        ),
+    ],
+)
+def test_a_damaged_target_is_refused_before_any_training(arguments, tmp_path, monkeypatch, change, words):
+    monkeypatch.setattr(Healing, "_prepare", None)
+    arguments[0] = shutil.copytree(arguments[0], tmp_path / "damaged")
+    change(arguments[0])
+    with pytest.raises(RetrofitError, match=words):
+        heal(*arguments, OPTIONS)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["damaged"]
+
+
+def test_a_layer_whose_attention_gives_nothing_wants_nothing(tmp_path, arguments):
+    source = make_source(tmp_path / "source")
+    change_weights(source, lambda weights: weights["model.layers.1.self_attn.o_proj.weight"].zero_())
+    convert(source, tmp_path / "target", RETROFIT)
+    report = heal(tmp_path / "target", source, *arguments[2:], OPTIONS)
+    assert all(map(math.isfinite, losses(report)))
+
+
+def test_a_model_that_was_lost_in_the_last_step_is_not_written(arguments, tmp_path, monkeypatch):
+    def measure(run, honest=Healing.measure):
+        return honest(run) if run.step == 0 else {"divergence": 0.0, "loss": float("nan"), "teacher_loss": 1.0}
+
+    monkeypatch.setattr(Healing, "measure", measure)
+    with pytest.raises(RetrofitError, match=r"loss afterwards is nan. Remove .*healed.incomplete, and use smaller"):
+        heal(*arguments, OPTIONS)
+    assert not (tmp_path / "healed").exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"mine", {"a": 1}, [1]], ids=str)
+def test_a_state_that_is_damaged_or_not_ours_is_refused(arguments, tmp_path, content):
+    work = tmp_path / "healed.incomplete"
+    work.mkdir()
+    state = work / STATE_FILE
+    state.write_bytes(content) if isinstance(content, bytes) else torch.save(content, state)
+    before = state.read_bytes()
+    with pytest.raises(RetrofitError, match=r"heal.pt cannot be read. Remove .*healed.incomplete to start anew"):
+        heal(*arguments, OPTIONS)
+    assert state.read_bytes() == before
+
+
+def test_an_output_below_a_file_is_refused(arguments):
+    arguments[3] = arguments[2][0] / "healed"
+    with pytest.raises(RetrofitError, match=r"cannot be made: .*text.txt is no folder"):
+        heal(*arguments, OPTIONS)
+
+
+def test_a_mark_at_the_beginning_capital_endings_and_halves_of_characters_are_read(tmp_path):
+    file = tmp_path / "TEXT.JSONL"
+    file.write_text('{"text": "one"}\n{"text": "t\\ud800wo"}\n', encoding="utf-8-sig")
+    assert list(documents(file)) == ["one", "t\ufffdwo"]
+
+
 def test_a_disk_that_is_too_full_is_noticed_before_any_training(arguments, monkeypatch):
     monkeypatch.setattr(Healing, "train", None)
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000})())
@@ -502,7 +577,9 @@ def test_a_loss_that_is_no_number_ends_the_run_and_is_not_saved(arguments, tmp_p
         (dict(length=2000), "more than the teacher's 1024 positions"),
         (dict(sweeps=2), "`--sweeps 2` is for Maglev models"),
         (dict(steps=0), "`--steps` must be 1 or more, got 0"),
-        (dict(lr=0.0), "`--lr` must be positive"),
+        (dict(lr=0.0), "`--lr` must be a rate between 0 and 1"),
+        (dict(new_lr=1e38), "`--new-lr` must be a rate between 0 and 1"),
+        (dict(seed=2**70), "`--seed` must be below"),
         (dict(cross_entropy=-1.0), "`--cross-entropy` must be 0 or more"),
         (dict(train="half"), "`--train` 'half' is not known; use lora or full"),
         (dict(dtype="float16"), "`--dtype` 'float16' is not known"),

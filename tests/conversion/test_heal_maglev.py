@@ -303,7 +303,7 @@ def test_the_card_says_how_it_was_healed_and_how_to_go_on(healed):
         (dict(length=W + 1), f"`--length {W + 1}` does not reach beyond the window of {W}"),
         (dict(transfer_steps=6), "`--transfer-steps 6` is for KVM models"),
         (dict(sweeps=-1), "`--sweeps` must be 0 or more, got -1"),
-        (dict(new_lr=0.0), "`--new-lr` must be positive"),
+        (dict(new_lr=0.0), "`--new-lr` must be a rate between 0 and 1"),
     ],
 )
 def test_options_that_cannot_be_are_named(arguments, fields, words):

@@ -262,6 +262,27 @@ def test_a_file_of_somebody_else_is_not_taken_for_measurements(made, tmp_path):
         assert theirs.read_text() == content
 
 
+@pytest.mark.parametrize("name", ["rank.partial.json", "rank.json"])
+def test_a_folder_with_files_of_somebody_else_is_left_alone(made, tmp_path, name):
+    (tmp_path / name).write_text("my notes")
+    with pytest.raises(RetrofitError, match=f"{name}.* exists and is no"):
+        rank_layers(made, RETROFIT, OPTIONS, output=tmp_path)
+    assert (tmp_path / name).read_text() == "my notes"
+    (tmp_path / name).unlink()
+    rank_layers(made, RETROFIT, OPTIONS, output=tmp_path)
+    assert rank_layers(made, RETROFIT, OPTIONS, output=tmp_path)["layers"]  # over its own
+
+
+def test_places_and_numbers_that_cannot_be_are_refused(made, tmp_path):
+    with pytest.raises(RetrofitError, match="cannot be made"):
+        rank_layers(made, RETROFIT, OPTIONS, output=made / "config.json" / "ranking")
+    (tmp_path / "target.ranking.json").mkdir()
+    with pytest.raises(RetrofitError, match="not ours"):
+        convert(made, tmp_path / "target", replace(RETROFIT, layers="auto:1"))
+    with pytest.raises(RetrofitError, match=r"`--context .*use 16777216 or less"):
+        RankOptions(context=10**15)
+
+
 def test_a_source_without_tokenizer_and_an_output_that_is_a_file_are_said(made, tmp_path):
     with pytest.raises(RetrofitError, match="is a file"):
         rank_layers(made, RETROFIT, output=made / "config.json")

@@ -118,6 +118,14 @@ def test_folded_chunks_give_what_chunk_by_chunk_gives(tmp_path):
     assert all(row[name]["median"] > 0 for row in rows for name in ("per_chunk", "folded", "folded_without_copies"))
 
 
+def test_a_profile_says_where_the_time_goes(tmp_path):
+    found = run("profile", tmp_path, "--tokens", "64")
+    assert list(found["seconds"]) == ["floor", "llama", "kvm-fixed", "kvm-sqrt"]
+    for name, kinds in found["seconds"].items():
+        assert kinds["linear layers"] > 0 and (kinds["attention"] > 0) == (name != "floor")
+        assert (kinds["looking up rows"] > 0) == name.startswith("kvm")
+
+
 def test_training_may_be_measured_with_fewer_layers(tmp_path):
     found = run("train", tmp_path, *chosen("llama"), "--tokens", "20", "--rounds", "1", "--layers", "3")
     assert found["size"]["num_hidden_layers"] == 3
@@ -150,11 +158,14 @@ def _needs_much():
     [
         (["--model", "gpt"], "known are"),
         (["--tokens", "1"], "must be 2 or more"),
+        (["--device", "gpu"], "gpu"),
+        (["--output", __file__], "is a file"),
+        (["--output", f"{__file__}/x"], "cannot be made"),
         (["--model", "maglev-sequential", "--tokens", "2048"], "leave nothing"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(arguments, message):
-    result = CliRunner().invoke(speed.app, ["prefill", *arguments])
+    result = CliRunner().invoke(speed.app, ["prefill", *arguments], env={"COLUMNS": "400"})
     assert result.exit_code == 2 and message in result.output
 
 
