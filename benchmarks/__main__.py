@@ -35,7 +35,7 @@ from kvm_hf.attention_kvm import repeat_heads
 from kvm_hf.cache_kvm import KVMLayer
 
 from .folding import compare_folding
-from .measuring import in_own_process, interleaved, keep_pages, machine, spread, timed
+from .measuring import in_own_process, interleaved, machine, spread, timed
 from .models import COLOURS, FLOOR, LLAMA, MODELS, MOST_TOKENS, SIZES, make_model, prompt
 from .tasks import prefill_memory, read, step, train_step, training_memory
 
@@ -440,5 +440,4 @@ def _print(rows: list[dict], ragged: Sequence[dict], key: str) -> None:
 
 
 if __name__ == "__main__":
-    keep_pages()
     app()

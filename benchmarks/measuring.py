@@ -1,6 +1,5 @@
 """Times of several things side by side, and the memory of one thing in a process of its own."""
 
-import ctypes
 import os
 import platform
 import statistics
@@ -28,19 +27,6 @@ def interleaved(runs: dict[Hashable, Callable[[], float]], rounds: int, what: st
                     taken[name].append(seconds)
                 bar.update()
     return taken
-
-
-def keep_pages() -> None:
-    """Tells glibc to keep what it got from the system: large tensors are otherwise mapped anew for every operation, and the
-    page faults (a third of the time, and very uneven) hide what is compared."""
-    if platform.libc_ver()[0] == "glibc":
-        libc = ctypes.CDLL(None)
-        for parameter, value in (
-            (-1, 2**31 - 1),
-            (-3, 2**30),
-            (-2, 2**28),
-        ):  # trim threshold, mmap threshold, top padding
-            libc.mallopt(parameter, value)
 
 
 def timed(function: Callable[[], object], device: str) -> float:
@@ -103,5 +89,6 @@ def machine(device: str) -> dict:
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
+        "allocator": {name: value for name, value in os.environ.items() if name.startswith(("MALLOC_", "LD_PRELOAD"))},
         "date": date.today().isoformat(),
     }

@@ -352,16 +352,18 @@ def _by_position(chosen: torch.Tensor, surplus: torch.Tensor, size: int) -> tupl
 
 
 def _first_highest(similarity: torch.Tensor) -> torch.Tensor:
-    """Index `[...]` of the highest of `[..., M]`, the lowest index on a tie.
+    """Index `[...]` of the highest of `[..., M]`, the lowest index on a tie. Writes over `similarity`.
 
     A token that occurs twice has the same key in the first layer, so exact ties are common; rounding must not decide
     them, or the result would depend on how a sequence was split over calls. Hence the tolerance.
     """
     bound = similarity.amax(dim=-1, keepdim=True) - _rounding(similarity)
-    # The least column among those that miss the bound by nothing. (Boolean tensors and `argmax` take several times as long.)
-    missed = (bound - similarity).clamp_min_(0).mul_(torch.finfo(similarity.dtype).max)
+    # The least column among those that miss the bound by nothing, in as few passes over the tensor as can be. (Boolean tensors
+    # and `argmax` take several times as long.)
+    missed = torch.sub(bound, similarity, out=similarity).clamp_min_(0)
     column = torch.arange(similarity.shape[-1], dtype=similarity.dtype, device=similarity.device)
-    return missed.add_(column).amin(dim=-1).nan_to_num_(0).long()
+    most = torch.finfo(similarity.dtype).max
+    return torch.add(column, missed, alpha=most, out=missed).amin(dim=-1).nan_to_num_(0).long()
 
 
 def _lowest_first(values: torch.Tensor, counts: list[int]) -> torch.Tensor:
