@@ -42,8 +42,8 @@ from .texts import Pieces, dataset_of, read_pieces
 from .verification import HEAL_REPORT, find_device, load_tokenizer, read_config
 
 STATE_FILE, PLOT_FILE = "heal.pt", "heal.png"
-# Results about another model than the one that is written.
-OWN_REPORTS = (HEAL_REPORT, PLOT_FILE, "verify.json", "verify.png")
+# Beginnings of names of files, finished or not, that say something of another model than the one that is written.
+OWN_REPORTS = ("heal.", "verify.")
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 # Options that change neither the data nor (but for rounding) the losses, so that a run may be continued with others.
 FREE_OPTIONS = ("save_every", "gradient_checkpointing", "device")
@@ -623,7 +623,7 @@ def _write_folder(run: Healing, source: Source, target: Path, work: Path, report
     for name, parameter in model.named_parameters():
         parameter.data = parameter.data.to(stored[name].dtype)
     model.save_pretrained(work)  # with the code
-    keep_files([path for path in files_around(target) if path.name not in OWN_REPORTS], target, work)
+    keep_files([path for path in files_around(target) if not path.name.startswith(OWN_REPORTS)], target, work)
     (work / HEAL_REPORT).write_text(json.dumps(report, indent=2) + "\n")
     plot(report, work / PLOT_FILE)
     commands = "\n".join([*command_of(target), report["command"]])

@@ -331,7 +331,8 @@ class KVMAttention(KVMDotProductAttention):
         (`gradient_checkpointing_enable`).
         """
         is_replayed = self.gradient_checkpointing and self.training
-        if is_replayed or not torch.is_grad_enabled() or key.shape[2] <= self.rule.window_size:
+        has_chunks = key.shape[2] > self.rule.window_size
+        if is_replayed or not has_chunks or not torch.is_grad_enabled() or not _saving_can_be_hooked():
             return KVMLayer().update(key, value, step)[0]
 
         rest = replace(step, queries=None, gates=None)
@@ -346,6 +347,15 @@ class KVMAttention(KVMDotProductAttention):
         draws = self.training and self.attention_dropout > 0
         given = (key, value, step.queries, step.gates)
         return checkpoint(attend_to_all, *given, use_reentrant=False, preserve_rng_state=draws)
+
+
+def _saving_can_be_hooked() -> bool:
+    """Not within `torch.func.grad` and its like, where `checkpoint` would raise."""
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+            return True
+    except RuntimeError:
+        return False
 
 
 class KVMDecoderLayer(GradientCheckpointingLayer):

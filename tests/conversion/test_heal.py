@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -509,6 +510,14 @@ def test_a_damaged_target_is_refused_before_any_training(arguments, tmp_path, mo
     with pytest.raises(RetrofitError, match=words):
         heal(*arguments, OPTIONS)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["damaged"]
+
+
+def test_reports_of_the_target_finished_or_not_stay_with_it(arguments, tmp_path):
+    arguments[0] = shutil.copytree(arguments[0], tmp_path / "verified")
+    for name in ("verify.json", "verify.partial.json", "verify.png", "notes.txt"):
+        (arguments[0] / name).write_text("of the target")
+    heal(*arguments, replace(OPTIONS, transfer_steps=0, steps=1))
+    assert sorted(path.name for path in arguments[3].glob("[nv]*")) == ["notes.txt"]
 
 
 def test_a_layer_whose_attention_gives_nothing_wants_nothing(tmp_path, arguments):

@@ -115,6 +115,18 @@ def test_what_is_computed_again_is_what_was_computed():
     assert any(part.abs().max() > 0 for part in kept)
 
 
+def test_functional_gradients_are_those_of_autograd():
+    model = make_model(rope_parameters=HALF).train()
+    ids, weights = random_ids(model, 40), {name: part.detach() for name, part in model.named_parameters()}
+
+    def loss(weights):
+        return torch.func.functional_call(model, weights, (ids,), dict(labels=ids, use_cache=False)).loss
+
+    loss(dict(model.named_parameters())).backward()
+    for name, gradient in torch.func.grad(loss)(weights).items():
+        torch.testing.assert_close(gradient, model.get_parameter(name).grad, msg=name)
+
+
 @pytest.mark.parametrize("treatment", ["normalized", "positional"])
 def test_a_token_whose_gate_is_zero_joins_the_first_row_behind_the_sinks(treatment):
     """All its gated similarities are zero, so all rows tie (specification, section 3, step 3)."""
