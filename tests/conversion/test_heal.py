@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from functools import partial
 
@@ -313,9 +312,9 @@ def test_ctrl_c_saves_and_says_how_to_go_on(arguments):
     listen = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=listen)
     state = arguments[-1].with_name("healed.incomplete") / STATE_FILE
-    while not state.exists() and process.poll() is None:
-        time.sleep(0.05)
-    time.sleep(1.0)
+    shown = ""
+    while "loss" not in shown and process.poll() is None:  # of the first step
+        shown += process.stderr.read(1)
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=60) == 130
     assert "Run the same command again" in process.stderr.read()
