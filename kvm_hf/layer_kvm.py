@@ -120,7 +120,7 @@ class SequencesLayer(CacheLayerMixin):
         def rows(entries):
             if len(set(entries)) <= 1:  # beams of one prompt: nothing to read back from the device
                 return entries[:1] * indices.numel()
-            return [entries[index] for index in indices.tolist()]
+            return [entries[index] for index in indices.tolist()]  # counts are kept on the host
 
         self.map(lambda tensor: tensor[indices.to(tensor.device)], rows)
 

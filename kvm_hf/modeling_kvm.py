@@ -267,9 +267,9 @@ class KVMAttention(KVMDotProductAttention):
         # while the buffer holds the keys that the state will need.
         scale, state_scale = None, lambda: 1.0
         if self.has_temperatures:
-            window, temperature = self._window_scale(), self.state_temperature
+            window = self._window_scale()
             scale = repeat_heads(window[None], self.num_key_value_groups).to(query.dtype)
-            state_scale = lambda: temperature[:, None, None] / window  # noqa: E731
+            state_scale = partial(torch.div, self.state_temperature[:, None, None], window)
 
         step = KVMStep(
             rule=self.rule,

@@ -108,7 +108,7 @@ def read_padding(
         torch.where(new, place[past:] - past, columns).amin(-1),
         torch.where(new, place[past:] - past + 1, 0).amax(-1),
     )
-    rows = torch.stack(facts, dim=1).tolist()  # the only time that the host waits for the device
+    rows = torch.stack(facts, dim=1).tolist()  # all facts at once: here the host waits for the device
 
     for number, (is_known, before, before_stop, count, first, stop) in enumerate(rows):
         if not is_known:
@@ -142,6 +142,7 @@ def check_first_positions(position_ids: torch.Tensor, padding: Padding | None, l
     first = position_ids[:, :1]
     if padding is not None:
         first = take_columns(position_ids, 1, torch.tensor(padding.first, device=position_ids.device)[:, None])
+    # The host waits: wrong positions would be computed with in silence.
     for number, (position, length) in enumerate(zip(first.squeeze(1).tolist(), lengths)):
         if position != length and (padding is None or padding.count[number]):
             raise ValueError(
@@ -178,7 +179,7 @@ def read_packing(
     """
     borders = None
     if cu_seq_lens is not None:
-        given = torch.as_tensor(cu_seq_lens).tolist()
+        given = torch.as_tensor(cu_seq_lens).tolist()  # the host cuts by them, as by restarts below
         if not isinstance(given, list) or not given or not all(isinstance(border, int) for border in given):
             raise ValueError(f"`cu_seq_lens_q` must be a list of whole numbers, the borders of sequences, got {given}.")
         borders = sorted(set(given))
