@@ -46,6 +46,7 @@ def attend(
     value: torch.Tensor,
     bias: torch.Tensor | None,
     dropout: float,
+    masks: dict[int, torch.Tensor],
 ) -> torch.Tensor:
     """`T` queries against `K >= T` keys, the last `T` of which are their own tokens: causal at the lower right.
 
@@ -54,6 +55,7 @@ def attend(
         query: `[B, H, T, D]`.
         key: `[B, G, K, D]`, or with channels that carry the bias behind them; value: `[B, G, K, D]`.
         bias: `[B, G or 1, K]` added to the scores, or None.
+        masks: causal masks of this model call by `T`, for the next one of as many queries.
 
     Returns:
         `[B, T, H, D]`.
@@ -68,14 +70,14 @@ def attend(
         query,
         key,
         value,
-        _mask(module, query, key, bias, implementation),
+        _mask(module, query, key, bias, implementation, masks),
         dropout=dropout,
         scaling=module.scaling,
     )
     return output
 
 
-def _mask(module, query, key, bias, implementation):
+def _mask(module, query, key, bias, implementation, masks):
     """What this kernel needs to be causal at the lower right: nothing, a `BlockMask` (flex attention), or an additive
     mask."""
     length, total = query.shape[2], key.shape[2]
@@ -89,12 +91,23 @@ def _mask(module, query, key, bias, implementation):
 
     mask = None
     if length > 1:
-        hidden = query.new_full((length, total), torch.finfo(query.dtype).min)
-        mask = hidden.triu_(total - length + 1)[None, None]
+        mask = _causal_mask(query, total, masks)[None, None]
     if bias is not None:
         bias = (bias if bias.shape[1] == 1 else repeat_heads(bias, module.num_key_value_groups))[:, :, None]
         mask = bias if mask is None else mask + bias
     return mask
+
+
+def _causal_mask(query: torch.Tensor, total: int, masks: dict[int, torch.Tensor]) -> torch.Tensor:
+    """`[T, total]`: on a CPU the end of a longer one, if there is one (kernels on GPUs want aligned masks)."""
+    length, longer = query.shape[2], masks.get(query.shape[2])
+    if longer is not None and query.device.type == "cpu" and longer.shape[1] >= total:
+        return longer[:, longer.shape[1] - total :]
+    columns = total if longer is None else 2 * total
+    hidden = query.new_full((length, columns), torch.finfo(query.dtype).min).triu_(columns - length + 1)
+    if query.device.type == "cpu":
+        masks[length] = hidden
+    return hidden[:, columns - total :]
 
 
 @lru_cache(maxsize=64)

@@ -20,7 +20,7 @@ from transformers.cache_utils import StaticLayer
 from .layer_kvm import RECORDED_TOKENS, SequencesCache, SequencesLayer
 from .padding_kvm import Padding, take_columns
 from .shift_kvm import TokenShiftLayer
-from .state_kvm import Block, KeyTreatment, State, StateRule, absorb, found, readout
+from .state_kvm import Block, KeyTreatment, State, StateRule, absorb, found, put_rows, readout, rows_after
 
 # Extra key channels that carry the score bias for kernels that take no mask, against ones in the queries. Flash kernels
 # want head dims that are multiples of 8.
@@ -225,6 +225,7 @@ class KVMLayer(SequencesLayer):
 
         columns = total if padding is None else padding.columns
         counts = [total] * batch if padding is None else list(padding.count)
+        room = self._make_room(counts)
         pieces = _Pieces(total, batch)
         while pieces.done != counts:
             left = [count - done for count, done in zip(counts, pieces.done)]
@@ -235,8 +236,10 @@ class KVMLayer(SequencesLayer):
                 with _without_autocast(self.keys.device.type):
                     # Those that found their state, and those that add to it; rarely both in one step.
                     for opening in ([b for b in full if not self.rows[b]], [b for b in full if self.rows[b]]):
-                        if opening:
+                        if opening and room is None:
                             self._open_chunk(step, opening)
+                        elif opening:
+                            self._open_chunk_in_place(step, room)
             take = [min(n, self.rule.window_size - fill) for n, fill in zip(left, self.fills)]
             if self.record_past and len(set(left)) == 1:
                 take = [min(take)] * batch  # so that every moment to go back to is one column for all sequences
@@ -326,7 +329,7 @@ class KVMLayer(SequencesLayer):
         if self.rows[opening[0]] == 0:
             state, held = found(rule, block), [rule.first_rows] * len(opening)
         else:
-            state, held = absorb(
+            state, held, _ = absorb(
                 rule,
                 step.treatment,
                 State(*map(of_opening, self.state)),
@@ -363,6 +366,68 @@ class KVMLayer(SequencesLayer):
         self.gates = None if self.gates is None else moved_on(self.gates, 2)
         self.positions = moved_on(self.positions, 1)
         self.stop -= free
+        self._mark(state_bias)
+
+    def _make_room(self, counts: list[int]) -> State | None:
+        """Before a call that opens chunks: buffers with room for the state's readout as it will be after it, and room of that
+        many rows for the sums, of which the state is the beginning. Then the call moves through one piece of memory.
+
+        None if that cannot be: autograd or `crop` may need what was held before, or the sequences differ in length.
+        """
+        bias_in_keys = self.rule.count_bias and not self.takes_mask
+        if torch.is_grad_enabled() or self.in_graph or self.record_past or bias_in_keys:
+            return None
+        before, seen = self._state_columns, self.lengths[0]
+        even = len(set(zip(self.lengths, counts))) == 1 and set(self.rows) == {before} and set(self.fills) == {self.stop}
+        if not even or self.stop + counts[0] <= self.rule.window_size:
+            return None
+        if not all(tensor.is_contiguous() for tensor in (self.keys, self.values, *(self.state or ()))):
+            return None
+        after = rows_after(self.rule, seen + counts[0], seen, before)
+        if after == before > 0:
+            return self.state
+        precise = torch.promote_types(self.keys.dtype, torch.float32)
+        batch, heads, _, dim = self.values.shape
+        room = State(*(self.values.new_ones(batch, heads, after, size, dtype=precise) for size in (dim, dim, 1, 1, 1, 1)))
+        for part, old in zip(room, self.state or ()):
+            part[:, :, :before] = old
+        self.keys, self.values = (F.pad(part, (0, 0, 0, after - before)) for part in (self.keys, self.values))
+        return room
+
+    def _open_chunk_in_place(self, step: KVMStep, room: State) -> None:
+        """As `_open_chunk`, of all sequences alike, within the memory that `_make_room` made, and with a new readout only of
+        the rows that changed."""
+        rule, before = self.rule, self._state_columns
+        block = self._leaving_block(step, lambda tensor: tensor)
+        if before == 0:
+            after = rule.first_rows
+            for part, new in zip(room, found(rule, block)):
+                part[:, :, :after] = new
+            changed = torch.arange(after, device=self.keys.device).expand(*self.keys.shape[:2], -1)
+        else:
+            _, held, changed = absorb(
+                rule, step.treatment, room.first(before), block, held=self.rows, contexts=self.lengths, room=room
+            )
+            after = held[0]
+        stays = rule.window_size - rule.chunk_size
+        for name in ("keys", "values", "gates", "positions"):
+            buffer, dim = getattr(self, name), DIM[name]
+            if buffer is not None:
+                old, new = (before, after) if name in ("keys", "values") else (0, 0)
+                window = buffer.narrow(dim, old + rule.chunk_size, stays)
+                buffer.narrow(dim, new, stays).copy_(window.clone())  # the two may overlap
+        if changed is not None:
+            read = readout(rule, step.treatment, room.select(changed))
+            put_rows(self.keys, changed, (read.keys * step.state_scale()).to(self.keys.dtype))
+            put_rows(self.values, changed, read.values.to(self.values.dtype))
+        state_bias = None
+        if rule.count_bias:
+            state_bias = self.values.new_zeros(*self.values.shape[:2], after)
+            if before:
+                state_bias[:, :, :before] = self.bias[:, :, :before]
+            put_rows(state_bias[..., None], changed, read.bias[..., None].to(state_bias.dtype))
+        self.state, self.rows = room.first(after), [after] * len(self.rows)
+        self.fills, self.stop = [stays] * len(self.fills), stays
         self._mark(state_bias)
 
     def _leaving_block(self, step: KVMStep, of_opening: Callable[[torch.Tensor], torch.Tensor]) -> Block:

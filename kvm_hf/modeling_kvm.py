@@ -124,7 +124,7 @@ def apply_rotary(hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sca
     channels = cos.shape[-1]
     cos, sin = (table[..., : channels // 2].to(hidden.dtype) for table in (cos, sin))  # the other half is the same
     first, second = hidden[..., :channels].chunk(2, dim=-1)
-    rotated = (first * cos - second * sin, second * cos + first * sin)
+    rotated = (torch.addcmul(first * cos, second, sin, value=-1), torch.addcmul(second * cos, first, sin))
     if scale != 1.0:
         rotated = (rotated[0] * scale, rotated[1] * scale)
     return torch.cat((*rotated, hidden[..., channels:]), dim=-1)
@@ -248,9 +248,9 @@ class KVMAttention(KVMDotProductAttention):
         window = self.window_temperature[:, None, None]
         return torch.where(window.abs() < LEAST_TEMPERATURE, LEAST_TEMPERATURE, window)
 
-    def _attend(self, scale: torch.Tensor | None, dropout: float, queries, keys, values, bias) -> torch.Tensor:
+    def _attend(self, scale: torch.Tensor | None, dropout: float, masks: dict, queries, keys, values, bias):
         """As `attention_kvm.attend`, with `scale` `[1, H, 1, 1]` on the queries."""
-        return attend(self, queries if scale is None else queries * scale, keys, values, bias, dropout)
+        return attend(self, queries if scale is None else queries * scale, keys, values, bias, dropout, masks)
 
     def forward(
         self, hidden, position_embeddings, attention_mask, cache, position_ids, padding, sequences, rotary, **projection
@@ -279,7 +279,7 @@ class KVMAttention(KVMDotProductAttention):
             positions=positions,
             state_scale=state_scale,
             takes_mask=takes_mask(self.config._attn_implementation),
-            attend=partial(self._attend, scale, self.attention_dropout if self.training else 0.0),
+            attend=partial(self._attend, scale, self.attention_dropout if self.training else 0.0, {}),
             padding=padding,
         )
         if cache is not None:

@@ -18,6 +18,10 @@ import torch
 import torch.nn.functional as F
 
 
+# Similarities of tokens and rows that are held at a time, at most: on a CPU what its caches hold, on a GPU 512 MiB.
+CPU_SIMILARITIES, GPU_SIMILARITIES = 2**19, 2**27
+
+
 @dataclass(frozen=True)
 class StateRule:
     """Everything about a KVM layer that is not a tensor; the names are those of `KVMConfig`, which checks them."""
@@ -97,12 +101,13 @@ def rows_to_append(rule: StateRule, context: int, current: int) -> int:
     return min(budget(rule, context, available, current) - current, rule.chunk_size)
 
 
-def rows_after(rule: StateRule, tokens: int) -> int:
-    """State rows held once `tokens` tokens of a sequence have been seen: section 3 with the tensors left out."""
-    if tokens <= rule.window_size:
-        return 0
-    rows = rule.first_rows
-    for context in range(rule.window_size + rule.chunk_size, tokens, rule.chunk_size):
+def rows_after(rule: StateRule, tokens: int, seen: int = 0, rows: int = 0) -> int:
+    """State rows held once `tokens` tokens of a sequence have been seen, going on from `rows` rows after `seen` tokens:
+    section 3 with the tensors left out."""
+    if tokens > rule.window_size >= seen:
+        rows = rule.first_rows
+    chunks = max(1, math.ceil((seen - rule.window_size) / rule.chunk_size))  # that were opened
+    for context in range(rule.window_size + chunks * rule.chunk_size, tokens, rule.chunk_size):
         rows += rows_to_append(rule, context, rows)
     return rows
 
@@ -120,6 +125,14 @@ class State(NamedTuple):
     @property
     def rows(self) -> int:
         return self.key_sum.shape[2]
+
+    def first(self, rows: int) -> "State":
+        """Its first `rows` rows, which share its memory."""
+        return State(*(part[:, :, :rows] for part in self))
+
+    def select(self, index: torch.Tensor) -> "State":
+        """The rows `index` [B, G, c], chosen per sequence and head."""
+        return State(*(_rows_at(part, index) for part in self))
 
 
 class Block(NamedTuple):
@@ -212,9 +225,21 @@ def found(rule: StateRule, block: Block) -> State:
     return state._replace(radius=block.values.norm(dim=-1, keepdim=True))
 
 
+class Absorbed(NamedTuple):
+    state: State
+    held: list[int]  # rows that each sequence holds of it
+    changed: torch.Tensor | None  # [B, G, c] the rows that are new or that tokens joined, with repetitions; None if none
+
+
 def absorb(
-    rule: StateRule, treatment: KeyTreatment, state: State, block: Block, held: list[int], contexts: list[int]
-) -> tuple[State, list[int]]:
+    rule: StateRule,
+    treatment: KeyTreatment,
+    state: State,
+    block: Block,
+    held: list[int],
+    contexts: list[int],
+    room: State | None = None,
+) -> Absorbed:
     """Folds one block that leaves the window into the state (section 3, steps 1 to 3).
 
     Both choices, which tokens found rows and which row a token joins, are constants to autograd; gradients reach keys,
@@ -224,51 +249,106 @@ def absorb(
         held: rows that each of the `B` sequences holds; where that is fewer than `M`, the rest is not looked at.
         contexts: per sequence the position of the token that opens the new chunk, which is the number of tokens that
             were queries.
-
-    Returns:
-        The new state, and the rows that each sequence holds of it.
+        room: contiguous tensors of which `state` is the beginning, with room for new rows behind it: they are written in
+            place, and the new state is a part of them. All sequences must hold `M` rows, and found equally many.
     """
     if rule.state_budget == "sinks":
-        return state, held
+        return Absorbed(state, held, None)
     appended = [rows_to_append(rule, context, rows) for context, rows in zip(contexts, held)]
     least, most = min(appended), max(appended)
     with torch.no_grad():
-        similarity = treatment.similarity(block.keys, state.key_sum)  # [B, G, C, M]
+        key_sum = F.pad(state.key_sum, (0, 0, 0, most)) if room is None else room.key_sum[:, :, : held[0] + most]
+        choice = choose(rule, treatment, key_sum, block, held, appended)
+    changed = []
     if most > 0:
-        with torch.no_grad():
-            novelty = _of_held_rows(similarity, held).amax(dim=-1)
-            order = _lowest_first(novelty, appended)  # [B, G, C]
-            # Where one sequence founds fewer rows than another, surplus tokens fill both selections up.
-            places, counts = torch.arange(rule.chunk_size, device=order.device), _per_sequence(appended, order)
-            novel, _ = _by_position(order[..., :most], places[:most] >= counts, rule.chunk_size)
-            rest, founders = _by_position(order[..., least:], places[least:] < counts, rule.chunk_size)
-        founded = _rows(rule, block.select(novel), gated=rule.gate_appends)
+        founded = _rows(rule, block.select(choice.novel), gated=rule.gate_appends)
         after = [rows + count for rows, count in zip(held, appended)]
-        state = State(*(_append(total, part, held, max(after)) for total, part in zip(state, founded)))
-        with torch.no_grad():  # only the new rows have to be looked at once more
-            similarity = _append(similarity, treatment.similarity(block.keys, founded.key_sum), held, max(after), dim=3)
+        if room is None:
+            state = State(*(_append(total, part, held, max(after)) for total, part in zip(state, founded)))
+        else:
+            state = room.first(after[0])
+            for total, part in zip(state, founded):
+                total[:, :, held[0] :] = part
+        changed.append(_per_sequence(held, choice.novel) + torch.arange(most, device=choice.novel.device))
         held = after
 
     if least < rule.chunk_size:
-        with torch.no_grad():
-            # Nothing joins a sink: it looks like the row behind the sinks, to which the tie then goes.
-            sinks = rule.num_sink_tokens
-            similarity[..., :sinks] = similarity[..., sinks : sinks + 1]
-            target = _first_highest(_of_held_rows(similarity, held)).clamp_min(sinks)  # [B, G, C]
-            if rule.gate_keys:  # scales a token's similarities alike, except by zero, where all of them tie
-                target = target.masked_fill(block.gates.squeeze(-1) <= 0, sinks)
-            if most > 0:
-                target = target.gather(2, rest)
-        joining = _rows(rule, block if most == 0 else block.select(rest), gated=True)
+        joining = _rows(rule, block if most == 0 else block.select(choice.rest), gated=True)
         if least < most:
-            joining = State(*(part.masked_fill(founders[..., None], 0) for part in joining))
-        state = State(
-            *(
-                total if name == "radius" else _add_to_rows(total, target, part)
-                for name, total, part in zip(State._fields, state, joining)
-            )
-        )
-    return state, held
+            joining = State(*(part.masked_fill(choice.founders[..., None], 0) for part in joining))
+        joining = joining._replace(radius=torch.zeros_like(joining.radius))  # that of the founder remains
+        if room is None:
+            state = State(*(_add_to_rows(total, choice.target, part) for total, part in zip(state, joining)))
+        else:
+            for total, part in zip(room, joining):
+                _flat_rows(total).index_add_(0, _flat(choice.target, room.rows), _flat_rows(part))
+        changed.append(choice.target)
+    return Absorbed(state, held, torch.cat([rows.expand(*block.keys.shape[:2], -1) for rows in changed], dim=-1))
+
+
+class Choice(NamedTuple):
+    """What becomes of a block's tokens, by their places in it, per sequence and head."""
+
+    novel: torch.Tensor | None  # [B, G, most] tokens that found rows, in order; those of too few sequences filled up
+    rest: torch.Tensor | None  # [B, G, C - least] the others, in order, filled up as well; None: all tokens
+    founders: torch.Tensor | None  # [B, G, C - least] which of the rest are there to fill up
+    target: torch.Tensor | None  # [B, G, C - least] the row that each of the rest joins
+
+    @classmethod
+    def joined(cls, choices: list["Choice"]) -> "Choice":
+        """Those of several heads side by side."""
+        return cls(*(None if parts[0] is None else torch.cat(parts, dim=1) for parts in zip(*choices)))
+
+
+def choose(
+    rule: StateRule, treatment: KeyTreatment, key_sum: torch.Tensor, block: Block, held: list[int], appended: list[int]
+) -> Choice:
+    """Which of the block's tokens found the `appended[b]` new rows of sequence `b`, and which rows the others join.
+
+    A few heads at a time, so that their similarities `[B, g, C, M]` stay in the cache of a CPU, or within bounds on a GPU.
+
+    Args:
+        key_sum: `[B, G, M + c, D]`, with room for as many rows as any sequence founds, whatever is there.
+    """
+    batch, heads, chunk, _ = block.keys.shape
+    most = CPU_SIMILARITIES if key_sum.device.type == "cpu" else GPU_SIMILARITIES
+    size = max(1, most // (batch * chunk * key_sum.shape[2]))
+    if size >= heads:
+        return _choose(rule, treatment, key_sum, block, held, appended)
+    parts = [slice(first, first + size) for first in range(0, heads, size)]
+    return Choice.joined(
+        [
+            _choose(rule, treatment, key_sum[:, part], Block(*(of[:, part] for of in block)), held, appended)
+            for part in parts
+        ]
+    )
+
+
+def _choose(rule, treatment, key_sum, block, held, appended) -> Choice:
+    least, most = min(appended), max(appended)
+    novel = rest = founders = target = None
+    similarity = treatment.similarity(block.keys, key_sum)  # [B, G, C, M + most]
+    if most > 0:
+        novelty = _of_held_rows(similarity[..., :-most], held).amax(dim=-1)
+        order = _lowest_first(novelty, appended)  # [B, G, C]
+        # Where one sequence founds fewer rows than another, surplus tokens fill both selections up.
+        places, counts = torch.arange(rule.chunk_size, device=order.device), _per_sequence(appended, order)
+        novel, _ = _by_position(order[..., :most], places[:most] >= counts, rule.chunk_size)
+        rest, founders = _by_position(order[..., least:], places[least:] < counts, rule.chunk_size)
+        founded = _rows(rule, block.select(novel), gated=rule.gate_appends)
+        column = (_per_sequence(held, novel) + places[:most]).reshape(-1, 1, 1, most).expand(*similarity.shape[:3], -1)
+        similarity.scatter_(3, column, treatment.similarity(block.keys, founded.key_sum))
+    if least < rule.chunk_size:
+        # Nothing joins a sink: it looks like the row behind the sinks, to which the tie then goes.
+        sinks = rule.num_sink_tokens
+        similarity[..., :sinks] = similarity[..., sinks : sinks + 1]
+        after = [before + count for before, count in zip(held, appended)]
+        target = _first_highest(_of_held_rows(similarity, after)).clamp_min(sinks)  # [B, G, C]
+        if rule.gate_keys:  # scales a token's similarities alike, except by zero, where all of them tie
+            target = target.masked_fill(block.gates.squeeze(-1) <= 0, sinks)
+        if most > 0:
+            target = target.gather(2, rest)
+    return Choice(novel, rest, founders, target)
 
 
 def readout(rule: StateRule, treatment: KeyTreatment, state: State) -> Readout:
@@ -314,35 +394,44 @@ def _of_held_rows(similarity: torch.Tensor, held: list[int]) -> torch.Tensor:
     return torch.where(absent, similarity[..., :1], similarity)
 
 
-def _append(total: torch.Tensor, new: torch.Tensor, held: list[int], size: int, dim: int = 2) -> torch.Tensor:
+def _append(total: torch.Tensor, new: torch.Tensor, held: list[int], size: int) -> torch.Tensor:
     """`[B, G, size, d]`: rows `[B, G, M, d]`, of which each sequence holds `held`, and right after those new ones
-    `[B, G, c, d]`, as many as there is room for. The rows may be in dimension 3 instead."""
-    both, count = torch.cat([total, new], dim), total.shape[dim]
+    `[B, G, c, d]`, as many as there is room for."""
+    both, count = torch.cat([total, new], 2), total.shape[2]
     if set(held) == {count}:
         return both
     column, rows = torch.arange(size, device=both.device), _per_sequence(held, both)
-    source = torch.where(column < rows, column, column - rows + count).clamp_max(both.shape[dim] - 1)
-    source = source.reshape(-1, 1, size, 1).transpose(2, dim)
-    shape = [*both.shape[:dim], size, *both.shape[dim + 1 :]]
-    return both.gather(dim, source.expand(shape))
+    source = torch.where(column < rows, column, column - rows + count).clamp_max(both.shape[2] - 1)
+    return both.gather(2, source.reshape(-1, 1, size, 1).expand(*both.shape[:2], size, both.shape[3]))
 
 
 def _rows_at(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """`[B, G, c, d]`: the rows `index` `[B, G, c]` of `[B, G, M, d]`."""
-    return tensor.flatten(0, 2).index_select(0, _flat(index, tensor.shape[2])).view(*index.shape, tensor.shape[-1])
+    return _flat_rows(tensor).index_select(0, _flat(index, tensor.shape[2])).view(*index.shape, tensor.shape[-1])
+
+
+def put_rows(tensor: torch.Tensor, index: torch.Tensor, rows: torch.Tensor) -> None:
+    """Writes `rows` `[B, G, c, d]` over the rows `index` `[B, G, c]` of a contiguous `[B, G, M, d]`; rows that are named twice
+    must be given twice alike."""
+    _flat_rows(tensor).index_copy_(0, _flat(index, tensor.shape[2]), _flat_rows(rows))
 
 
 def _add_to_rows(total: torch.Tensor, index: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     """Rows `[B, G, M, d]` with `part` `[B, G, c, d]` added to the rows `index` `[B, G, c]`."""
-    return total.flatten(0, 2).index_add(0, _flat(index, total.shape[2]), part.flatten(0, 2)).view_as(total)
+    return _flat_rows(total).index_add(0, _flat(index, total.shape[2]), _flat_rows(part)).view_as(total)
+
+
+def _flat_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """`[B, G, M, d]` as `[B * G * M, d]`; of a contiguous tensor, the same memory."""
+    return tensor.flatten(0, 2)
 
 
 def _flat(index: torch.Tensor, rows: int) -> torch.Tensor:
     """`[B, G, c]` places among `rows` rows as places `[B * G * c]` among those of all heads: moving whole rows by one index
     each is several times as fast as `gather` and `scatter_add`."""
     heads = index.flatten(0, 1)
-    first = torch.arange(0, heads.shape[0] * rows, rows, device=index.device)
-    return (heads + first[:, None]).flatten()
+    head = torch.arange(heads.shape[0], device=index.device)[:, None]
+    return (heads + rows * head).flatten()
 
 
 def _by_position(chosen: torch.Tensor, surplus: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:

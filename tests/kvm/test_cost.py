@@ -144,7 +144,7 @@ def test_a_token_whose_gate_is_zero_joins_the_first_row_behind_the_sinks(treatme
     state = state_kvm.found(rule, state_kvm.Block(keys, values, ones, 0 * ones))
     gates = torch.tensor([0.5, 0.0, 0.0], dtype=torch.float64).view(1, 1, 3, 1)
     block = state_kvm.Block(5 * keys[:, :, [2, 2, 0]], values, gates, ones)  # nearest to rows 2, 2 and 0
-    after, held = state_kvm.absorb(rule, treatments[treatment], state, block, held=[3], contexts=[9])
+    after, held, _ = state_kvm.absorb(rule, treatments[treatment], state, block, held=[3], contexts=[9])
     assert held == [3]
     assert after.count.flatten().tolist() == [1, 3, 2]
     assert torch.equal(after.value_sum[0, 0, 1], values[0, 0, 1] + values[0, 0, 1] + values[0, 0, 2])

@@ -76,7 +76,7 @@ def run_recurrence(mode: str, sizes: list[int], inputs: dict[str, torch.Tensor])
                 positions=positions,
                 state_scale=lambda: scale,
                 takes_mask=True,
-                attend=lambda *args: attend(Head(16), *args, dropout=0.0),
+                attend=lambda *args: attend(Head(16), *args, dropout=0.0, masks={}),
             ),
         )
         if layer.state is not None and (not states or states[-1] is not layer.state):
