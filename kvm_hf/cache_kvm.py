@@ -378,7 +378,9 @@ class KVMLayer(SequencesLayer):
         if torch.is_grad_enabled() or self.in_graph or self.record_past or bias_in_keys:
             return None
         before, seen = self._state_columns, self.lengths[0]
-        even = len(set(zip(self.lengths, counts))) == 1 and set(self.rows) == {before} and set(self.fills) == {self.stop}
+        even = (
+            len(set(zip(self.lengths, counts))) == 1 and set(self.rows) == {before} and set(self.fills) == {self.stop}
+        )
         if not even or self.stop + counts[0] <= self.rule.window_size:
             return None
         if not all(tensor.is_contiguous() for tensor in (self.keys, self.values, *(self.state or ()))):
@@ -388,7 +390,9 @@ class KVMLayer(SequencesLayer):
             return self.state
         precise = torch.promote_types(self.keys.dtype, torch.float32)
         batch, heads, _, dim = self.values.shape
-        room = State(*(self.values.new_ones(batch, heads, after, size, dtype=precise) for size in (dim, dim, 1, 1, 1, 1)))
+        room = State(
+            *(self.values.new_zeros(batch, heads, after, size, dtype=precise) for size in (dim, dim, 1, 1, 1, 1))
+        )
         for part, old in zip(room, self.state or ()):
             part[:, :, :before] = old
         self.keys, self.values = (F.pad(part, (0, 0, 0, after - before)) for part in (self.keys, self.values))

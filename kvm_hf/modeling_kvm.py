@@ -82,7 +82,9 @@ class KVMRMSNorm(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         precise = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
-        normed = precise * torch.rsqrt(precise.pow(2).mean(-1, keepdim=True) + self.eps)
+        # One pass over the tensor; `pow` and `mean` are two, with as much memory in between.
+        length = torch.linalg.vector_norm(precise, dim=-1, keepdim=True)
+        normed = precise * torch.rsqrt(length.square() / precise.shape[-1] + self.eps)
         return self.weight * normed.to(hidden.dtype)
 
 

@@ -17,9 +17,8 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 
-
 # Similarities of tokens and rows that are held at a time, at most: on a CPU what its caches hold, on a GPU 512 MiB.
-CPU_SIMILARITIES, GPU_SIMILARITIES = 2**19, 2**27
+CPU_SIMILARITIES, GPU_SIMILARITIES = 2**20, 2**27
 
 
 @dataclass(frozen=True)
@@ -132,7 +131,8 @@ class State(NamedTuple):
 
     def select(self, index: torch.Tensor) -> "State":
         """The rows `index` [B, G, c], chosen per sequence and head."""
-        return State(*(_rows_at(part, index) for part in self))
+        flat = _flat(index, self.rows)
+        return State(*(_rows_at(part, index, flat) for part in self))
 
 
 class Block(NamedTuple):
@@ -145,7 +145,8 @@ class Block(NamedTuple):
 
     def select(self, index: torch.Tensor) -> "Block":
         """The tokens `index` [B, G, c] of the block, chosen per row and head."""
-        return Block(*(_rows_at(part, index) for part in self))
+        flat = _flat(index, self.keys.shape[2])
+        return Block(*(_rows_at(part, index, flat) for part in self))
 
 
 class Readout(NamedTuple):
@@ -228,7 +229,7 @@ def found(rule: StateRule, block: Block) -> State:
 class Absorbed(NamedTuple):
     state: State
     held: list[int]  # rows that each sequence holds of it
-    changed: torch.Tensor | None  # [B, G, c] the rows that are new or that tokens joined, with repetitions; None if none
+    joined: torch.Tensor | None  # [B, G, C] the row of each token of the block; None if none joins any
 
 
 def absorb(
@@ -243,112 +244,91 @@ def absorb(
     """Folds one block that leaves the window into the state (section 3, steps 1 to 3).
 
     Both choices, which tokens found rows and which row a token joins, are constants to autograd; gradients reach keys,
-    values and gates through the sums.
+    values and gates through the sums. A token that founds a row joins a row of zeros.
 
     Args:
         held: rows that each of the `B` sequences holds; where that is fewer than `M`, the rest is not looked at.
         contexts: per sequence the position of the token that opens the new chunk, which is the number of tokens that
             were queries.
-        room: contiguous tensors of which `state` is the beginning, with room for new rows behind it: they are written in
-            place, and the new state is a part of them. All sequences must hold `M` rows, and found equally many.
+        room: contiguous tensors of which `state` is the beginning, with zeros behind it: the block is added in place, and
+            the new state is a part of them. All sequences must hold `M` rows, and found equally many.
     """
     if rule.state_budget == "sinks":
         return Absorbed(state, held, None)
     appended = [rows_to_append(rule, context, rows) for context, rows in zip(contexts, held)]
-    least, most = min(appended), max(appended)
+    after = [rows + count for rows, count in zip(held, appended)]
+    state = State(*(_with_new_rows(total, held, appended) for total in state)) if room is None else room.first(after[0])
     with torch.no_grad():
-        key_sum = F.pad(state.key_sum, (0, 0, 0, most)) if room is None else room.key_sum[:, :, : held[0] + most]
-        choice = choose(rule, treatment, key_sum, block, held, appended)
-    changed = []
-    if most > 0:
-        founded = _rows(rule, block.select(choice.novel), gated=rule.gate_appends)
-        after = [rows + count for rows, count in zip(held, appended)]
-        if room is None:
-            state = State(*(_append(total, part, held, max(after)) for total, part in zip(state, founded)))
-        else:
-            state = room.first(after[0])
-            for total, part in zip(state, founded):
-                total[:, :, held[0] :] = part
-        changed.append(_per_sequence(held, choice.novel) + torch.arange(most, device=choice.novel.device))
-        held = after
+        row, founds = choose(rule, treatment, state.key_sum, block, held, appended)
 
-    if least < rule.chunk_size:
-        joining = _rows(rule, block if most == 0 else block.select(choice.rest), gated=True)
-        if least < most:
-            joining = State(*(part.masked_fill(choice.founders[..., None], 0) for part in joining))
-        joining = joining._replace(radius=torch.zeros_like(joining.radius))  # that of the founder remains
-        if room is None:
-            state = State(*(_add_to_rows(total, choice.target, part) for total, part in zip(state, joining)))
-        else:
-            for total, part in zip(room, joining):
-                _flat_rows(total).index_add_(0, _flat(choice.target, room.rows), _flat_rows(part))
-        changed.append(choice.target)
-    return Absorbed(state, held, torch.cat([rows.expand(*block.keys.shape[:2], -1) for rows in changed], dim=-1))
-
-
-class Choice(NamedTuple):
-    """What becomes of a block's tokens, by their places in it, per sequence and head."""
-
-    novel: torch.Tensor | None  # [B, G, most] tokens that found rows, in order; those of too few sequences filled up
-    rest: torch.Tensor | None  # [B, G, C - least] the others, in order, filled up as well; None: all tokens
-    founders: torch.Tensor | None  # [B, G, C - least] which of the rest are there to fill up
-    target: torch.Tensor | None  # [B, G, C - least] the row that each of the rest joins
-
-    @classmethod
-    def joined(cls, choices: list["Choice"]) -> "Choice":
-        """Those of several heads side by side."""
-        return cls(*(None if parts[0] is None else torch.cat(parts, dim=1) for parts in zip(*choices)))
+    if not rule.gate_appends:
+        block = block._replace(gates=block.gates.masked_fill(founds[..., None], 1.0))
+    tokens = _rows(rule, block, gated=True)
+    tokens = tokens._replace(radius=tokens.radius.masked_fill(~founds[..., None], 0.0))
+    if room is None:
+        index = _flat(row, state.rows)
+        state = State(
+            *(
+                _flat_rows(total).index_add(0, index, _flat_rows(part)).view_as(total)
+                for total, part in zip(state, tokens)
+            )
+        )
+        state = state.first(max(after))
+    else:
+        index = _flat(row, room.rows)
+        for total, part in zip(room, tokens):
+            _flat_rows(total).index_add_(0, index, _flat_rows(part))
+    return Absorbed(state, after, row)
 
 
 def choose(
     rule: StateRule, treatment: KeyTreatment, key_sum: torch.Tensor, block: Block, held: list[int], appended: list[int]
-) -> Choice:
-    """Which of the block's tokens found the `appended[b]` new rows of sequence `b`, and which rows the others join.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The row that each of a block's tokens joins, and whether it founds it, both `[B, G, C]`.
 
     A few heads at a time, so that their similarities `[B, g, C, M]` stay in the cache of a CPU, or within bounds on a GPU.
 
     Args:
-        key_sum: `[B, G, M + c, D]`, with room for as many rows as any sequence founds, whatever is there.
+        key_sum: `[B, G, M, D]`, with room for as many rows as any sequence founds, whatever is there.
+        held: rows that each sequence holds; appended: rows that are to be founded.
     """
     batch, heads, chunk, _ = block.keys.shape
     most = CPU_SIMILARITIES if key_sum.device.type == "cpu" else GPU_SIMILARITIES
     size = max(1, most // (batch * chunk * key_sum.shape[2]))
-    if size >= heads:
-        return _choose(rule, treatment, key_sum, block, held, appended)
-    parts = [slice(first, first + size) for first in range(0, heads, size)]
-    return Choice.joined(
-        [
-            _choose(rule, treatment, key_sum[:, part], Block(*(of[:, part] for of in block)), held, appended)
-            for part in parts
-        ]
-    )
+    chosen = []
+    for first in range(0, heads, size):
+        some = slice(first, first + size)
+        block_of_some = Block(*(part[:, some] for part in block))
+        chosen.append(_choose(rule, treatment, key_sum[:, some], block_of_some, held, appended))
+    return chosen[0] if len(chosen) == 1 else tuple(torch.cat(part, dim=1) for part in zip(*chosen))
 
 
-def _choose(rule, treatment, key_sum, block, held, appended) -> Choice:
-    least, most = min(appended), max(appended)
-    novel = rest = founders = target = None
-    similarity = treatment.similarity(block.keys, key_sum)  # [B, G, C, M + most]
+def _choose(rule, treatment, key_sum, block, held, appended):
+    most, after = max(appended), [rows + count for rows, count in zip(held, appended)]
+    before, place = _per_sequence(held, key_sum), torch.arange(rule.chunk_size, device=key_sum.device)
+    if min(appended) == rule.chunk_size:
+        row = (before + place).expand(block.keys.shape[:3])
+        return row, torch.ones_like(row, dtype=torch.bool)
+
+    similarity = treatment.similarity(block.keys, key_sum)  # [B, G, C, M]
+    founds = None
     if most > 0:
-        novelty = _of_held_rows(similarity[..., :-most], held).amax(dim=-1)
-        order = _lowest_first(novelty, appended)  # [B, G, C]
-        # Where one sequence founds fewer rows than another, surplus tokens fill both selections up.
-        places, counts = torch.arange(rule.chunk_size, device=order.device), _per_sequence(appended, order)
-        novel, _ = _by_position(order[..., :most], places[:most] >= counts, rule.chunk_size)
-        rest, founders = _by_position(order[..., least:], places[least:] < counts, rule.chunk_size)
-        founded = _rows(rule, block.select(novel), gated=rule.gate_appends)
-        column = (_per_sequence(held, novel) + places[:most]).reshape(-1, 1, 1, most).expand(*similarity.shape[:3], -1)
+        novelty = _of_held_rows(similarity[..., : max(held)], held).amax(dim=-1)
+        founds = _are_lowest(novelty, appended)  # [B, G, C]
+        # In order of position. Where one sequence founds fewer rows than another, others stand behind its founders.
+        founders = (~founds).to(torch.uint8).sort(dim=-1, stable=True).indices[..., :most]
+        founded = _rows(rule, block.select(founders), gated=rule.gate_appends)
+        column = (before + place[:most]).reshape(-1, 1, 1, most).expand(*similarity.shape[:3], -1)
         similarity.scatter_(3, column, treatment.similarity(block.keys, founded.key_sum))
-    if least < rule.chunk_size:
-        # Nothing joins a sink: it looks like the row behind the sinks, to which the tie then goes.
-        sinks = rule.num_sink_tokens
-        similarity[..., :sinks] = similarity[..., sinks : sinks + 1]
-        after = [before + count for before, count in zip(held, appended)]
-        target = _first_highest(_of_held_rows(similarity, after)).clamp_min(sinks)  # [B, G, C]
-        if rule.gate_keys:  # scales a token's similarities alike, except by zero, where all of them tie
-            target = target.masked_fill(block.gates.squeeze(-1) <= 0, sinks)
-        if most > 0:
-            target = target.gather(2, rest)
-    return Choice(novel, rest, founders, target)
+    # Nothing joins a sink: it looks like the row behind the sinks, to which the tie then goes.
+    sinks = rule.num_sink_tokens
+    similarity[..., :sinks] = similarity[..., sinks : sinks + 1]
+    row = _first_highest(_of_held_rows(similarity, after)).clamp_min(sinks)  # [B, G, C]
+    if rule.gate_keys:  # scales a token's similarities alike, except by zero, where all of them tie
+        row = row.masked_fill(block.gates.squeeze(-1) <= 0, sinks)
+    if founds is None:
+        return row, torch.zeros_like(row, dtype=torch.bool)
+    return torch.where(founds, before + founds.cumsum(-1) - 1, row), founds
 
 
 def readout(rule: StateRule, treatment: KeyTreatment, state: State) -> Readout:
@@ -394,31 +374,29 @@ def _of_held_rows(similarity: torch.Tensor, held: list[int]) -> torch.Tensor:
     return torch.where(absent, similarity[..., :1], similarity)
 
 
-def _append(total: torch.Tensor, new: torch.Tensor, held: list[int], size: int) -> torch.Tensor:
-    """`[B, G, size, d]`: rows `[B, G, M, d]`, of which each sequence holds `held`, and right after those new ones
-    `[B, G, c, d]`, as many as there is room for."""
-    both, count = torch.cat([total, new], 2), total.shape[2]
-    if set(held) == {count}:
-        return both
-    column, rows = torch.arange(size, device=both.device), _per_sequence(held, both)
-    source = torch.where(column < rows, column, column - rows + count).clamp_max(both.shape[2] - 1)
-    return both.gather(2, source.reshape(-1, 1, size, 1).expand(*both.shape[:2], size, both.shape[3]))
+def _with_new_rows(total: torch.Tensor, held: list[int], appended: list[int]) -> torch.Tensor:
+    """`[B, G, M, d]`, of which each sequence holds `held` rows, with zeros right behind them for `appended` new ones. What no
+    sequence holds is 1, so that nothing is divided by zero."""
+    rows, most = max(held), max(appended)
+    if set(held) == {total.shape[2]} and len(set(appended)) == 1:
+        return F.pad(total, (0, 0, 0, most)) if most else total
+    wide = F.pad(total[:, :, :rows], (0, 0, 0, most), value=1.0)
+    row, first, new = (
+        torch.arange(rows + most, device=total.device),
+        *(_per_sequence(n, total) for n in (held, appended)),
+    )
+    return wide.masked_fill(((row >= first) & (row < first + new)).reshape(-1, 1, rows + most, 1), 0.0)
 
 
-def _rows_at(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """`[B, G, c, d]`: the rows `index` `[B, G, c]` of `[B, G, M, d]`."""
-    return _flat_rows(tensor).index_select(0, _flat(index, tensor.shape[2])).view(*index.shape, tensor.shape[-1])
+def _rows_at(tensor: torch.Tensor, index: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
+    """`[B, G, c, d]`: the rows `index` `[B, G, c]`, which are `flat` among those of all heads, of `[B, G, M, d]`."""
+    return _flat_rows(tensor).index_select(0, flat).view(*index.shape, tensor.shape[-1])
 
 
 def put_rows(tensor: torch.Tensor, index: torch.Tensor, rows: torch.Tensor) -> None:
     """Writes `rows` `[B, G, c, d]` over the rows `index` `[B, G, c]` of a contiguous `[B, G, M, d]`; rows that are named twice
     must be given twice alike."""
     _flat_rows(tensor).index_copy_(0, _flat(index, tensor.shape[2]), _flat_rows(rows))
-
-
-def _add_to_rows(total: torch.Tensor, index: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """Rows `[B, G, M, d]` with `part` `[B, G, c, d]` added to the rows `index` `[B, G, c]`."""
-    return _flat_rows(total).index_add(0, _flat(index, total.shape[2]), _flat_rows(part)).view_as(total)
 
 
 def _flat_rows(tensor: torch.Tensor) -> torch.Tensor:
@@ -432,12 +410,6 @@ def _flat(index: torch.Tensor, rows: int) -> torch.Tensor:
     heads = index.flatten(0, 1)
     head = torch.arange(heads.shape[0], device=index.device)[:, None]
     return (heads + rows * head).flatten()
-
-
-def _by_position(chosen: torch.Tensor, surplus: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens `[B, G, c]` of a block of `size` in order of position, those that are `surplus` last, and which these are."""
-    marked = (chosen + size * surplus).sort(dim=-1).values
-    return marked % size, marked >= size
 
 
 def _first_highest(similarity: torch.Tensor) -> torch.Tensor:
@@ -455,14 +427,16 @@ def _first_highest(similarity: torch.Tensor) -> torch.Tensor:
     return torch.add(column, missed, alpha=most, out=missed).amin(dim=-1).nan_to_num_(0).long()
 
 
-def _lowest_first(values: torch.Tensor, counts: list[int]) -> torch.Tensor:
-    """Indices of `[B, G, C]` with the `counts[b]` lowest values in front; among ties for the last place the first
-    ones."""
-    place = torch.zeros_like(values[..., :1], dtype=torch.long) + _per_sequence(counts, values) - 1
+def _are_lowest(values: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    """Which of `[B, G, C]` are the `counts[b]` lowest; among ties for the last place the first ones."""
+    count = _per_sequence(counts, values)
+    place = torch.zeros_like(values[..., :1], dtype=torch.long) + count - 1
     last = values.sort(dim=-1).values.gather(-1, place.clamp_min(0))
     tolerance = _rounding(values)
     rank = (values >= last - tolerance).to(torch.uint8) + (values > last + tolerance).to(torch.uint8)
-    return rank.sort(dim=-1, stable=True).indices
+    order = rank.sort(dim=-1, stable=True).indices
+    is_low = (torch.arange(values.shape[-1], device=values.device) < count).expand(values.shape)
+    return torch.zeros_like(is_low).scatter(-1, order, is_low)
 
 
 def _rounding(values: torch.Tensor) -> torch.Tensor:
