@@ -1,9 +1,10 @@
 """What a KVM model remembers between calls: `KVMLayer` for one layer, `KVMCache` for all of them.
 
 A layer holds the state's readout and the window side by side in one buffer, so that a decode step writes one token and
-runs one attention call. Only the first token of a chunk pays for more: it absorbs the block that leaves the window and
-lays out a new buffer with room for the whole chunk. A forward without a cache is a layer that is thrown away
-afterwards; there is no second path, hence the same result for every split of a sequence over calls.
+runs one attention call. Only the first token of a chunk pays for more: it absorbs the block that leaves the window,
+within the buffers that are there if nobody needs what they held (no autograd, no `crop`, no sequences of other lengths),
+and into new ones otherwise. A forward without a cache is a layer that is thrown away afterwards; there is no second path
+through a layer, hence the same result for every split of a sequence over calls.
 
 Depends on `state_kvm` for the mathematics and on transformers' cache protocol.
 """
@@ -206,7 +207,9 @@ class KVMLayer(SequencesLayer):
             self.lazy_initialization(key_states, value_states, step)
         self._check(key_states, step)
         self.follow(key_states)
-        if self.keys.is_inference() and not torch.is_inference_mode_enabled():
+        if not torch.is_inference_mode_enabled() and any(
+            part is not None and part.is_inference() for part in (self.keys, self.bias)
+        ):
             self.map(torch.clone)  # autograd cannot save inference tensors, nor can they be written in place
         self.unfinished = True
 

@@ -1,5 +1,6 @@
 """The cache: who makes it, what it holds, what it refuses, and that its parts are really used."""
 
+import copy
 import re
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from transformers import DynamicCache, LlamaConfig
 
 import kvm_hf
 from conversion.plan import cache_bytes
-from kvm_hf import KVMCache, KVMConfig, cache_kvm
+from kvm_hf import KVMCache, KVMConfig, cache_kvm, state_kvm
 from kvm_hf.modeling_kvm import CACHE_NAME
 
 C, L = 4, 8
@@ -110,6 +111,56 @@ def test_a_decode_step_writes_one_token_and_allocates_nothing():
     assert moved == list(range(4 * L - C, 6 * L, C))
 
 
+KINDS = [
+    {},
+    dict(rope_parameters=HALF, state_budget="saturation", state_saturation=20, state_size=1),
+    dict(state_budget="fixed", state_size=6, count_bias=1.5, gate_appends=False),
+    GPTALPHA | dict(state_budget="power_law"),
+]
+
+
+@pytest.mark.parametrize("fields", KINDS)
+@pytest.mark.parametrize("few", [True, False])
+def test_what_is_written_in_place_is_what_autograd_has_in_new_tensors(fields, few, monkeypatch):
+    """And whether rows are chosen one head at a time or for all of them at once."""
+    model, caches, logits = make_model(**fields), [], []
+    ids, sizes = random_ids(model, 12 * L, batch=2), [5 * L + 1, *[1] * L, 3, 2 * L, 4 * L - 4]
+    for tracked in (False, True):
+        if not tracked and few:
+            monkeypatch.setattr(state_kvm, "CPU_SIMILARITIES", 1)
+        caches.append(KVMCache(model.config))
+        with torch.set_grad_enabled(tracked):
+            parts = [model(part, past_key_values=caches[-1]).logits for part in ids.split(sizes, dim=1)]
+        logits.append(torch.cat(parts, dim=1))
+        monkeypatch.undo()
+    assert logits[1].requires_grad
+    torch.testing.assert_close(*logits, rtol=0, atol=1e-9)
+    assert caches[0].rows == caches[1].rows and min(caches[0].rows[0]) > C
+    for layers in zip(*(cache.layers for cache in caches)):
+        for part, other in zip(*(layer.tensors().values() for layer in layers), strict=True):
+            torch.testing.assert_close(part, other.detach(), rtol=0, atol=1e-9)
+
+
+def test_a_state_that_does_not_grow_moves_on_within_its_memory():
+    """Prompts and decoding alike; a layer that grows gets room for a whole call at once."""
+    model = make_model(state_budget="fixed", state_size=6, num_hidden_layers=1, count_bias=0.0)
+    cache, places = KVMCache(model.config), set()
+    run_in_pieces(model, random_ids(model, 4 * L), [4 * L], cache)
+    for size in (1, 3 * L, 1, C):
+        places.add(tuple(tensor.data_ptr() for tensor in cache.layers[0].tensors().values()))
+        run_in_pieces(model, random_ids(model, 5 * L), [size], cache)
+    assert len(places) == 1
+
+
+def test_a_copy_is_not_written_over():
+    model = make_model(state_budget="fixed", state_size=6)
+    cache, ids = KVMCache(model.config), random_ids(model, 8 * L)
+    run_in_pieces(model, ids[:, : 4 * L], [4 * L], cache)
+    other = copy.deepcopy(cache)
+    expected = run_in_pieces(model, ids[:, 4 * L :], [4 * L], cache)
+    assert torch.equal(run_in_pieces(model, ids[:, 4 * L :], [4 * L], other), expected)
+
+
 def test_the_state_is_float32_or_wider_beside_low_precision_keys():
     model = make_model(dtype=torch.bfloat16)
     cache = KVMCache(model.config)
@@ -181,12 +232,16 @@ def test_a_prompt_read_in_inference_mode_is_continued_outside_of_it():
         assert (logits - model(ids, use_cache=False).logits[:, 3 * L + 1 :]).abs().max() <= 1e-9
 
 
-def test_a_prompt_read_in_inference_mode_can_be_trained_on():
-    model = make_model(state_budget="fixed", state_size=4)
+@pytest.mark.parametrize("begin", [1, 2 * L])  # of what is read in inference mode
+@pytest.mark.parametrize("count_bias", [0.0, 1.0])
+def test_a_prompt_read_in_inference_mode_can_be_trained_on(count_bias, begin):
+    model = make_model(state_budget="fixed", state_size=4, count_bias=count_bias)
     ids = random_ids(model, 5 * L)
     cache = KVMCache(model.config)
+    with torch.no_grad():
+        model(ids[:, :begin], past_key_values=cache)
     with torch.inference_mode():
-        model(ids[:, : 3 * L], past_key_values=cache)
+        model(ids[:, begin : 3 * L], past_key_values=cache)
     model(ids[:, 3 * L :], past_key_values=cache).logits.sum().backward()
     assert model.model.embed_tokens.weight.grad.abs().max() > 0
 
