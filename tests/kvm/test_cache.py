@@ -137,8 +137,9 @@ def test_what_is_written_in_place_is_what_autograd_has_in_new_tensors(fields, fe
     torch.testing.assert_close(*logits, rtol=0, atol=1e-9)
     assert caches[0].rows == caches[1].rows and min(caches[0].rows[0]) > C
     for layers in zip(*(cache.layers for cache in caches)):
-        for part, other in zip(*(layer.tensors().values() for layer in layers), strict=True):
-            torch.testing.assert_close(part, other.detach(), rtol=0, atol=1e-9)
+        if hasattr(layers[0], "rows"):
+            for part, other in zip(*(layer.tensors().values() for layer in layers), strict=True):
+                torch.testing.assert_close(part, other.detach(), rtol=0, atol=1e-9)
 
 
 def test_a_state_that_does_not_grow_moves_on_within_its_memory():
