@@ -104,7 +104,7 @@ def decode(
     cells = _cells(models, lengths or ([512, 1024, 4096, 16384] if full else [512, 2048, 8192]))
     loaded = _load({name for name, _ in cells}, size, device)
     steps, caches = {cell: [] for cell in cells}, {}
-    attention = {cell: {"ours": [], "plain": []} for cell in cells}
+    attention = {cell: {"update": [], "call": [], "plain": []} for cell in cells}
 
     def run(name: str, tokens: int) -> float:
         model, cell = loaded[name], (name, tokens)
@@ -132,8 +132,9 @@ def decode(
         measured = steps[name, tokens][64:]  # the first ones were to warm up
         row = {"model": name, "tokens": tokens, "seconds": spread(measured), "per_token": statistics.mean(measured)}
         if attention[name, tokens]["plain"]:
-            ours, plain = (statistics.median(attention[name, tokens][kind]) for kind in ("ours", "plain"))
-            row["attention_over_one_sdpa_call"] = ours / plain
+            update, call, plain = (statistics.median(times) for times in attention[name, tokens].values())
+            row["attention_over_one_sdpa_call"] = call / plain
+            row["attention_and_write_over_one_sdpa_call"] = update / plain
             row["share_of_chunk_borders"] = 1 - statistics.median(measured) * len(measured) / sum(measured)
         rows.append(row)
     _finish("decode", rows, "milliseconds per token, borders of chunks included", rounds, device, output, full, ragged)
@@ -261,30 +262,32 @@ def profile(
 
 @contextmanager
 def _attention_times(device: str, found: dict[str, list[float]] | None):
-    """Within it, the sum over all KVM layers of a step goes to `found`: in turns of the time of their updates (`"ours"`), and
-    of one plain attention call over the same rows (`"plain"`). Not of both in one step, since the second one would find
-    all rows in the processor's cache."""
+    """Within it, the sum over all KVM layers of a step goes to `found`: in turns of the time of their attention (`"call"`), of
+    that and what leads to it (`"update"`), and of one plain attention call over the same rows (`"plain"`). Not of two in one
+    step, since the second one would find all rows in the processor's cache."""
     if found is None:
         yield
         return
-    update, times = KVMLayer.update, []
-    kind = "plain" if len(found["ours"]) > len(found["plain"]) else "ours"
+    kind = min(found, key=lambda kind: len(found[kind]))
+    name = "update" if kind == "update" else "_attend"
+    method, times = getattr(KVMLayer, name), []
 
-    def timed_update(layer, key_states, value_states, step, **kwargs):
+    def timed_method(layer, *args, **kwargs):
         if kind == "plain":
-            groups, stop = step.queries.shape[1] // layer.keys.shape[1], layer._state_columns + layer.stop
+            queries, stop = args[1], layer._state_columns + layer.stop
+            groups = queries.shape[1] // layer.keys.shape[1]
             keys, values = (repeat_heads(part[:, :, :stop], groups) for part in (layer.keys, layer.values))
-            times.append(timed(lambda: F.scaled_dot_product_attention(step.queries, keys, values), device))
-            return update(layer, key_states, value_states, step, **kwargs)
+            times.append(timed(lambda: F.scaled_dot_product_attention(queries, keys, values), device))
+            return method(layer, *args, **kwargs)
         outputs = []
-        times.append(timed(lambda: outputs.append(update(layer, key_states, value_states, step, **kwargs)), device))
+        times.append(timed(lambda: outputs.append(method(layer, *args, **kwargs)), device))
         return outputs[0]
 
-    KVMLayer.update = timed_update
+    setattr(KVMLayer, name, timed_method)
     try:
         yield
     finally:
-        KVMLayer.update = update
+        setattr(KVMLayer, name, method)
     found[kind].append(sum(times))
 
 
@@ -422,6 +425,7 @@ def _print(rows: list[dict], ragged: Sequence[dict], key: str) -> None:
             f"over_{FLOOR}",
             "added_over_llama",
             "attention_over_one_sdpa_call",
+            "attention_and_write_over_one_sdpa_call",
             "share_of_chunk_borders",
         )
         if any(name in row for row in rows)
