@@ -39,6 +39,29 @@ def takes_mask(implementation: str) -> bool:
     return "flash" not in implementation and "flex" not in implementation
 
 
+class CausalMasks:
+    """The causal masks that one call of a model needs, shared by its layers and chunks.
+
+    Earlier columns are visible in any case, so a mask is the end of every longer one. On a GPU each is made anew: kernels
+    there want them aligned.
+    """
+
+    def __init__(self):
+        self.longest = {}
+
+    def of(self, query: torch.Tensor, total: int) -> torch.Tensor:
+        """`[1, 1, T, total]` for queries `[B, H, T, D]`."""
+        length, kind = query.shape[2], (query.shape[2], query.dtype, query.device)
+        mask = self.longest.get(kind)
+        if mask is None or mask.shape[1] < total:
+            columns = total if mask is None else 2 * total
+            hidden = query.new_full((length, columns), torch.finfo(query.dtype).min)
+            mask = hidden.triu_(columns - length + 1)
+            if query.device.type == "cpu":
+                self.longest[kind] = mask
+        return mask[None, None, :, mask.shape[1] - total :]
+
+
 def attend(
     module: nn.Module,
     query: torch.Tensor,
@@ -46,7 +69,7 @@ def attend(
     value: torch.Tensor,
     bias: torch.Tensor | None,
     dropout: float,
-    masks: dict[int, torch.Tensor],
+    masks: CausalMasks,
 ) -> torch.Tensor:
     """`T` queries against `K >= T` keys, the last `T` of which are their own tokens: causal at the lower right.
 
@@ -55,7 +78,7 @@ def attend(
         query: `[B, H, T, D]`.
         key: `[B, G, K, D]`, or with channels that carry the bias behind them; value: `[B, G, K, D]`.
         bias: `[B, G or 1, K]` added to the scores, or None.
-        masks: causal masks of this model call by `T`, for the next one of as many queries.
+        masks: those of this call of the model.
 
     Returns:
         `[B, T, H, D]`.
@@ -91,23 +114,11 @@ def _mask(module, query, key, bias, implementation, masks):
 
     mask = None
     if length > 1:
-        mask = _causal_mask(query, total, masks)[None, None]
+        mask = masks.of(query, total)
     if bias is not None:
         bias = (bias if bias.shape[1] == 1 else repeat_heads(bias, module.num_key_value_groups))[:, :, None]
         mask = bias if mask is None else mask + bias
     return mask
-
-
-def _causal_mask(query: torch.Tensor, total: int, masks: dict[int, torch.Tensor]) -> torch.Tensor:
-    """`[T, total]`: on a CPU the end of a longer one, if there is one (kernels on GPUs want aligned masks)."""
-    length, longer = query.shape[2], masks.get(query.shape[2])
-    if longer is not None and query.device.type == "cpu" and longer.shape[1] >= total:
-        return longer[:, longer.shape[1] - total :]
-    columns = total if longer is None else 2 * total
-    hidden = query.new_full((length, columns), torch.finfo(query.dtype).min).triu_(columns - length + 1)
-    if query.device.type == "cpu":
-        masks[length] = hidden
-    return hidden[:, columns - total :]
 
 
 @lru_cache(maxsize=64)

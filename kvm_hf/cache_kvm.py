@@ -229,7 +229,11 @@ class KVMLayer(SequencesLayer):
         columns = total if padding is None else padding.columns
         counts = [total] * batch if padding is None else list(padding.count)
         room = self._make_room(counts)
-        pieces = _Pieces(total, batch)
+        whole = None
+        if room is not None:
+            queries = step.queries.transpose(1, 2)
+            whole = torch.empty_like(queries, memory_format=torch.contiguous_format)
+        pieces = _Pieces(total, batch, whole)
         while pieces.done != counts:
             left = [count - done for count, done in zip(counts, pieces.done)]
             full = [b for b in range(batch) if self.fills[b] == self.rule.window_size and left[b]]
@@ -253,7 +257,7 @@ class KVMLayer(SequencesLayer):
                 {name: piece(part, DIM[name]) for name, part in new.items()}, take, not (tracked or self.in_graph)
             )
             self.in_graph = tracked
-            pieces.outputs.append(self._attend(step, piece(step.queries, 2)))
+            pieces.add(self._attend(step, piece(step.queries, 2)))
 
         self.took(columns, padding)
         if padding is not None and not padding.even:
@@ -422,7 +426,8 @@ class KVMLayer(SequencesLayer):
             if buffer is not None:
                 old, new = (before, after) if name in ("keys", "values") else (0, 0)
                 window = buffer.narrow(dim, old + rule.chunk_size, stays)
-                buffer.narrow(dim, new, stays).copy_(window.clone())  # the two may overlap
+                overlaps = old + rule.chunk_size < new + stays
+                buffer.narrow(dim, new, stays).copy_(window.clone() if overlaps else window)
         if changed is not None:
             read = readout(rule, step.treatment, room.select(changed))
             put_rows(self.keys, changed, (read.keys * step.state_scale()).to(self.keys.dtype))
@@ -506,10 +511,10 @@ class KVMLayer(SequencesLayer):
 
 class _Pieces:
     """The tokens of one call, `total` columns, in pieces of which each sequence takes as many as it has room for. In a
-    piece, a sequence's tokens come last."""
+    piece, a sequence's tokens come last. `whole` `[B, total, H, D]`: where outputs go if all sequences are alike."""
 
-    def __init__(self, total: int, batch: int):
-        self.total = total
+    def __init__(self, total: int, batch: int, whole: torch.Tensor | None):
+        self.total, self.whole = total, whole
         self.done, self.history, self.outputs = [0] * batch, [], []
 
     def next(self, take: list[int]) -> Callable[[torch.Tensor, int], torch.Tensor]:
@@ -527,8 +532,17 @@ class _Pieces:
 
         return pick
 
+    def add(self, output: torch.Tensor) -> None:
+        """What the tokens of the last piece attended to, `[B, T, H, D]`."""
+        if self.whole is None:
+            self.outputs.append(output)
+        else:
+            self.whole[:, self.done[0] - output.shape[1] : self.done[0]] = output
+
     def joined(self, queries: torch.Tensor) -> torch.Tensor:
         """The outputs `[B, total, H, D]` of all pieces, in the order of the tokens; anything for pads."""
+        if self.whole is not None:
+            return self.whole
         if not self.outputs:
             return torch.zeros_like(queries.transpose(1, 2))
         outputs = self.outputs[0] if len(self.outputs) == 1 else torch.cat(self.outputs, dim=1)

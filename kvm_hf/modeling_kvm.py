@@ -34,7 +34,7 @@ from transformers.utils import can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from .attention_kvm import attend, eager_attention, repeat_heads, takes_mask
+from .attention_kvm import CausalMasks, attend, eager_attention, repeat_heads, takes_mask
 from .cache_kvm import KVMCache, KVMLayer, KVMStep
 from .configuration_kvm import KVMConfig
 from .padding_kvm import (
@@ -250,7 +250,7 @@ class KVMAttention(KVMDotProductAttention):
         window = self.window_temperature[:, None, None]
         return torch.where(window.abs() < LEAST_TEMPERATURE, LEAST_TEMPERATURE, window)
 
-    def _attend(self, scale: torch.Tensor | None, dropout: float, masks: dict, queries, keys, values, bias):
+    def _attend(self, scale: torch.Tensor | None, dropout: float, masks: CausalMasks, queries, keys, values, bias):
         """As `attention_kvm.attend`, with `scale` `[1, H, 1, 1]` on the queries."""
         return attend(self, queries if scale is None else queries * scale, keys, values, bias, dropout, masks)
 
@@ -273,6 +273,8 @@ class KVMAttention(KVMDotProductAttention):
             scale = repeat_heads(window[None], self.num_key_value_groups).to(query.dtype)
             state_scale = partial(torch.div, self.state_temperature[:, None, None], window)
 
+        # Healing calls a layer with the mask that the teacher's layer had.
+        masks = attention_mask if isinstance(attention_mask, CausalMasks) else CausalMasks()
         step = KVMStep(
             rule=self.rule,
             treatment=self.treatment(rotary),
@@ -281,7 +283,7 @@ class KVMAttention(KVMDotProductAttention):
             positions=positions,
             state_scale=state_scale,
             takes_mask=takes_mask(self.config._attn_implementation),
-            attend=partial(self._attend, scale, self.attention_dropout if self.training else 0.0, {}),
+            attend=partial(self._attend, scale, self.attention_dropout if self.training else 0.0, masks),
             padding=padding,
         )
         if cache is not None:
@@ -382,7 +384,7 @@ class KVMInputs(NamedTuple):
     position_ids: torch.Tensor  # [1 or B, T]
     padding: Padding | None  # None if every column is a token
     sequences: list[list[slice]]  # packed sequences per row, or for all rows; one of them if nothing is packed
-    masks: dict[str, object]  # what the layers of each type take as `attention_mask`
+    masks: dict[str, object]  # what the layers of each type take as `attention_mask`: KVM layers, `CausalMasks`
 
     @property
     def begins(self) -> torch.Tensor:
@@ -512,7 +514,7 @@ class KVMPreTrainedModel(PreTrainedModel):
             position_ids = position_ids.expand(batch, -1)
             check_padded_positions(position_ids, padding)
 
-        masks = dict.fromkeys(KVM_LAYER_TYPES)
+        masks = dict.fromkeys(KVM_LAYER_TYPES, CausalMasks())
         make_mask = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
         # A mask of ones says nothing, and would hide packed sequences from transformers.
         dense = packed or (padding is None and set(lengths) == {past})

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 from small_models import DATA
 
-from kvm_hf.attention_kvm import attend
+from kvm_hf.attention_kvm import CausalMasks, attend
 from kvm_hf.cache_kvm import KVMLayer, KVMStep
 from kvm_hf.state_kvm import NormalizedKeys, StateRule, _are_lowest, _first_highest, budget, rows_after
 
@@ -76,7 +76,7 @@ def run_recurrence(mode: str, sizes: list[int], inputs: dict[str, torch.Tensor])
                 positions=positions,
                 state_scale=lambda: scale,
                 takes_mask=True,
-                attend=lambda *args: attend(Head(16), *args, dropout=0.0, masks={}),
+                attend=lambda *args: attend(Head(16), *args, dropout=0.0, masks=CausalMasks()),
             ),
         )
         if layer.state is not None and (not states or states[-1] is not layer.state):
