@@ -70,6 +70,7 @@ class KVMLayer(SequencesLayer):
         gates: `[B, G, W, 1]`, or None; positions: `[B, W]`. Those of the window's tokens, for when they leave it.
         state: the raw sums, at least float32, `S` rows; None until the first chunk leaves the window.
         in_graph: whether autograd may still need what the buffers hold, so that they must not be written in place.
+        owns_state: whether the sums are tensors of their own that nothing else refers to, so that they may be.
         unfinished: whether a call began and did not end, so that nobody knows what is held.
         past: the layer as it was before each chunk was opened, oldest first, while `record_past`.
     """
@@ -80,7 +81,7 @@ class KVMLayer(SequencesLayer):
         self.keys = self.values = self.bias = self.gates = self.positions = self.state = self.rule = None
         self.lengths, self.fills, self.rows, self.past = [], [], [], []
         self.seen = self.stop = self.earliest = 0
-        self.in_graph = self.unfinished = self.is_initialized = False
+        self.in_graph = self.owns_state = self.unfinished = self.is_initialized = False
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Every tensor that the layer holds now, by name. All of them begin with the batch dimension."""
@@ -157,6 +158,7 @@ class KVMLayer(SequencesLayer):
             held = next((held for held in self.past if held["seen"] >= target), None)
             if held is not None:
                 vars(self).update(held)
+                self.owns_state = False
             excess = self.seen - target
             self.lengths = [length - excess for length in self.lengths]
             self.fills = [fill - excess for fill in self.fills]
@@ -356,6 +358,7 @@ class KVMLayer(SequencesLayer):
             state_bias = with_opening(old, read.bias.to(keys.dtype))
         old_state = self.state or [None] * len(state)
         self.state = State(*(with_opening(old, part) for old, part in zip(old_state, state)))
+        self.owns_state = False
         changed = dict(zip(opening, held))
         self.rows = [changed.get(b, rows) for b, rows in enumerate(self.rows)]
         self.fills = [fill - rule.chunk_size * (b in changed) for b, fill in enumerate(self.fills)]
@@ -381,19 +384,20 @@ class KVMLayer(SequencesLayer):
 
         None if that cannot be: autograd or `crop` may need what was held before, or the sequences differ in length.
         """
-        bias_in_keys = self.rule.count_bias and not self.takes_mask
+        bias_in_keys = self._bias_is_in_keys or (self.rule.count_bias and not self.takes_mask)
         if torch.is_grad_enabled() or self.in_graph or self.record_past or bias_in_keys:
             return None
-        before, seen = self._state_columns, self.lengths[0]
+        before = self._state_columns
         even = (
             len(set(zip(self.lengths, counts))) == 1 and set(self.rows) == {before} and set(self.fills) == {self.stop}
         )
         if not even or self.stop + counts[0] <= self.rule.window_size:
             return None
-        if not all(tensor.is_contiguous() for tensor in (self.keys, self.values, *(self.state or ()))):
+        if not (self.keys.is_contiguous() and self.values.is_contiguous()):
             return None
-        after = rows_after(self.rule, seen + counts[0], seen, before)
-        if after == before > 0:
+        gone = (self.lengths[0] - self.fills[0]) // self.rule.chunk_size
+        after = rows_after(self.rule, self.lengths[0] + counts[0], gone, before)
+        if after == before and self.owns_state:
             return self.state
         precise = torch.promote_types(self.keys.dtype, torch.float32)
         batch, heads, _, dim = self.values.shape
@@ -402,7 +406,8 @@ class KVMLayer(SequencesLayer):
         )
         for part, old in zip(room, self.state or ()):
             part[:, :, :before] = old
-        self.keys, self.values = (F.pad(part, (0, 0, 0, after - before)) for part in (self.keys, self.values))
+        if after > before:
+            self.keys, self.values = (F.pad(part, (0, 0, 0, after - before)) for part in (self.keys, self.values))
         return room
 
     def _open_chunk_in_place(self, step: KVMStep, room: State) -> None:
@@ -434,11 +439,11 @@ class KVMLayer(SequencesLayer):
             put_rows(self.values, changed, read.values.to(self.values.dtype))
         state_bias = None
         if rule.count_bias:
-            state_bias = self.values.new_zeros(*self.values.shape[:2], after)
+            state_bias = self.keys.new_zeros(*self.keys.shape[:2], after)
             if before:
                 state_bias[:, :, :before] = self.bias[:, :, :before]
             put_rows(state_bias[..., None], changed, read.bias[..., None].to(state_bias.dtype))
-        self.state, self.rows = room.first(after), [after] * len(self.rows)
+        self.state, self.owns_state, self.rows = room.first(after), True, [after] * len(self.rows)
         self.fills, self.stop = [stays] * len(self.fills), stays
         self._mark(state_bias)
 

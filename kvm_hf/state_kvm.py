@@ -100,14 +100,11 @@ def rows_to_append(rule: StateRule, context: int, current: int) -> int:
     return min(budget(rule, context, available, current) - current, rule.chunk_size)
 
 
-def rows_after(rule: StateRule, tokens: int, seen: int = 0, rows: int = 0) -> int:
-    """State rows held once `tokens` tokens of a sequence have been seen, going on from `rows` rows after `seen` tokens:
-    section 3 with the tensors left out."""
-    if tokens > rule.window_size >= seen:
-        rows = rule.first_rows
-    chunks = max(1, math.ceil((seen - rule.window_size) / rule.chunk_size))  # that were opened
-    for context in range(rule.window_size + chunks * rule.chunk_size, tokens, rule.chunk_size):
-        rows += rows_to_append(rule, context, rows)
+def rows_after(rule: StateRule, tokens: int, gone: int = 0, rows: int = 0) -> int:
+    """State rows held once `tokens` tokens of a sequence have been seen, going on from `rows` rows when `gone` chunks have left
+    the window: section 3 with the tensors left out."""
+    for context in range(rule.window_size + gone * rule.chunk_size, tokens, rule.chunk_size):
+        rows = rule.first_rows if context == rule.window_size else rows + rows_to_append(rule, context, rows)
     return rows
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_models import GPTALPHA, SMALL, generate, make_model, random_ids, run_in_pieces
+import torch.nn.functional as F
+from small_models import GPTALPHA, HALF, SMALL, generate, make_model, random_ids, run_in_pieces
 from transformers import DynamicCache, LlamaConfig
 
 import kvm_hf
@@ -15,7 +16,6 @@ from kvm_hf import KVMCache, KVMConfig, cache_kvm, state_kvm
 from kvm_hf.modeling_kvm import CACHE_NAME
 
 C, L = 4, 8
-HALF = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 MIXED = dict(
     num_hidden_layers=3, layer_types=["sliding_attention", "kvm_attention", "full_attention"], sliding_window=5
 )
@@ -151,6 +151,91 @@ def test_a_state_that_does_not_grow_moves_on_within_its_memory():
         places.add(tuple(tensor.data_ptr() for tensor in cache.layers[0].tensors().values()))
         run_in_pieces(model, random_ids(model, 5 * L), [size], cache)
     assert len(places) == 1
+
+
+POSITIONAL = dict(state_treatment="positional", rope_parameters=HALF | dict(partial_rotary_factor=1.0))
+
+
+@pytest.mark.parametrize("fields", [POSITIONAL, dict(rope_parameters=HALF, count_bias=1.0, value_radius=False)])
+def test_a_state_that_was_not_made_in_place_is_not_written_over(fields):
+    """Its sums may share memory: without gates, the counts of tokens are the sums of their gates."""
+    model = make_model(state_budget="fixed", **fields).requires_grad_(False)
+    ids, cache = random_ids(model, 5 * L), KVMCache(model.config)
+    model(ids[:, : L + 1], past_key_values=cache)  # as if there were gradients
+    logits = run_in_pieces(model, ids[:, L + 1 :], [C, 1, 2 * L], cache)
+    with torch.no_grad():
+        assert (logits - model(ids, use_cache=False).logits[:, L + 1 :]).abs().max() <= 1e-9
+
+
+def test_sequences_that_become_equal_in_length_go_on_in_place():
+    model = make_model(state_budget="fixed", **POSITIONAL)
+    ids, cache = random_ids(model, 22, batch=2), KVMCache(model.config)
+    mask = torch.ones(2, 11, dtype=torch.long)
+    mask[1, 8] = 0
+    with torch.no_grad():
+        model(ids[:, :8], past_key_values=cache)
+        model(ids[:, 8:11], attention_mask=mask, past_key_values=cache)  # founds the state of the first one
+        mask = torch.cat([mask, torch.tensor([[0], [1]])], dim=1)
+        model(ids[:, 11:12], attention_mask=mask, past_key_values=cache)
+        mask = F.pad(mask, (0, 10), value=1)
+        logits = model(ids[:, 12:], attention_mask=mask, past_key_values=cache).logits
+        for row, real in enumerate(mask.bool()):
+            alone = model(ids[row : row + 1, real], use_cache=False).logits[0, -10:]
+            assert (logits[row] - alone).abs().max() <= 1e-9
+
+
+def test_what_autograd_saved_of_a_state_is_not_written_over():
+    model = make_model(state_budget="fixed", rope_parameters=HALF)
+    ids = random_ids(model, 3 * L)
+
+    def gradient(sizes):
+        cache = KVMCache(model.config)
+        loss = model(ids[:, : L + 2], past_key_values=cache).logits.square().mean()
+        run_in_pieces(model, ids[:, L + 2 :], sizes, cache)
+        return torch.autograd.grad(loss, model.model.embed_tokens.weight)[0]
+
+    assert torch.equal(gradient([1, 6]), gradient([2 * L]))
+
+
+def test_keys_that_carry_a_bias_go_on_alone():
+    """Flex attention takes no mask; after a ragged batch the keys carry what hides its columns."""
+    model = make_model(rope_parameters=HALF, dtype=torch.float32, hidden_size=64, head_dim=16, count_bias=0.0)
+    model.set_attn_implementation("flex_attention")
+    ids, cache, mask = random_ids(model, 24, batch=2), KVMCache(model.config), torch.ones(2, 6, dtype=torch.long)
+    mask[1, :3] = 0
+    with torch.no_grad():
+        model(ids[:, :6], attention_mask=mask, past_key_values=cache)
+        cache.batch_select_indices(torch.tensor([0]))
+        logits = model(ids[:1, 6:], past_key_values=cache).logits
+        assert (logits - model(ids[:1], use_cache=False).logits[:, 6:]).abs().max() <= 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_bias_is_in_the_precision_of_keys_under_autocast(dtype):
+    model = make_model(dtype=torch.float32, use_qk_norm=True, count_bias=1.0, **POSITIONAL)
+    ids, cache, mask = random_ids(model, 4 * L, batch=2), KVMCache(model.config), torch.ones(2, 22, dtype=torch.long)
+    mask[1, 18:21] = 0
+    with torch.no_grad(), torch.autocast("cpu", dtype=dtype):
+        model(ids[:, :18], past_key_values=cache)
+        layer = cache.layers[0]
+        assert layer.bias.dtype == layer.keys.dtype == torch.float32 != layer.values.dtype
+        assert model(ids[:, 18:22], attention_mask=mask, past_key_values=cache).logits.isfinite().all()
+
+
+def test_a_border_that_was_gone_back_to_is_not_counted_twice(tmp_path):
+    growth = dict(state_growth_factor=1.5, state_growth_exponent=1.0, state_round_to=24)
+    model = make_model(num_hidden_layers=1, **growth)
+    ids, cache = random_ids(model, 22), KVMCache(model.config)
+    run_in_pieces(model, ids[:, :18], [18], cache)
+    cache.activate_past_recording()
+    run_in_pieces(model, ids[:, 18:], [4], cache)
+    cache.crop(16 - 22)
+    cache.save_pretrained(tmp_path)
+    cache = KVMCache.from_pretrained(tmp_path, model.config)  # which does not record
+    run_in_pieces(model, ids[:, 16:], [6], cache)
+    assert cache.nbytes == cache_bytes(model.config, 22, torch.float64)
+    cache.save_pretrained(tmp_path)
+    assert KVMCache.from_pretrained(tmp_path, model.config).rows == cache.rows
 
 
 def test_a_copy_is_not_written_over():
