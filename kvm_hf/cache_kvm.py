@@ -209,10 +209,10 @@ class KVMLayer(SequencesLayer):
             self.lazy_initialization(key_states, value_states, step)
         self._check(key_states, step)
         self.follow(key_states)
-        if not torch.is_inference_mode_enabled() and any(
-            part is not None and part.is_inference() for part in (self.keys, self.bias)
-        ):
-            self.map(torch.clone)  # autograd cannot save inference tensors, nor can they be written in place
+        if not torch.is_inference_mode_enabled():
+            parts = (self.keys, self.bias, self.state and self.state.count)  # the others are made with one of these
+            if any(part is not None and part.is_inference() for part in parts):
+                self.map(torch.clone)  # autograd cannot save inference tensors, nor can they be written in place
         self.unfinished = True
 
         padding, batch, total = step.padding, key_states.shape[0], key_states.shape[2]

@@ -307,12 +307,16 @@ def test_a_reset_cache_starts_a_new_sequence(fields):
     assert torch.equal(run_in_pieces(model, ids, [9], cache), fresh)
 
 
-def test_a_prompt_read_in_inference_mode_is_continued_outside_of_it():
-    model = make_model()
+@pytest.mark.parametrize("begin", [0, L + 1])  # of what is read in inference mode
+@pytest.mark.parametrize("fields", [{}, dict(state_budget="fixed")])
+def test_a_prompt_read_in_inference_mode_is_continued_outside_of_it(fields, begin):
+    model = make_model(**fields).requires_grad_(False)
     ids = random_ids(model, 4 * L)
     cache = KVMCache(model.config)
+    if begin:
+        model(ids[:, :begin], past_key_values=cache)
     with torch.inference_mode():
-        model(ids[:, : 3 * L + 1], past_key_values=cache)
+        model(ids[:, begin : 3 * L + 1], past_key_values=cache)
     logits = run_in_pieces(model, ids[:, 3 * L + 1 :], [1], cache)
     with torch.no_grad():
         assert (logits - model(ids, use_cache=False).logits[:, 3 * L + 1 :]).abs().max() <= 1e-9
