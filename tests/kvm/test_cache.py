@@ -308,7 +308,7 @@ def test_a_reset_cache_starts_a_new_sequence(fields):
 
 
 @pytest.mark.parametrize("begin", [0, L + 1])  # of what is read in inference mode
-@pytest.mark.parametrize("fields", [{}, dict(state_budget="fixed")])
+@pytest.mark.parametrize("fields", [{}, dict(state_budget="fixed", count_bias=0.0)])
 def test_a_prompt_read_in_inference_mode_is_continued_outside_of_it(fields, begin):
     model = make_model(**fields).requires_grad_(False)
     ids = random_ids(model, 4 * L)
