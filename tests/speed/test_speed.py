@@ -120,7 +120,7 @@ def test_folded_chunks_give_what_chunk_by_chunk_gives(tmp_path):
 
 
 def test_a_profile_says_where_the_time_goes(tmp_path):
-    found = run("profile", tmp_path, "--tokens", "64")
+    found = run("profile", tmp_path, "--tokens", "400")  # as long as all tokens found rows, none is looked up
     assert list(found["seconds"]) == ["floor", "llama", "kvm-fixed", "kvm-sqrt"]
     for name, kinds in found["seconds"].items():
         assert kinds["linear layers"] > 0 and (kinds["attention"] > 0) == (name != "floor")
