@@ -158,7 +158,6 @@ class KVMLayer(SequencesLayer):
             held = next((held for held in self.past if held["seen"] >= target), None)
             if held is not None:
                 vars(self).update(held)
-                self.owns_state = False
             excess = self.seen - target
             self.lengths = [length - excess for length in self.lengths]
             self.fills = [fill - excess for fill in self.fills]

@@ -128,8 +128,7 @@ class State(NamedTuple):
 
     def select(self, index: torch.Tensor) -> "State":
         """The rows `index` [B, G, c], chosen per sequence and head."""
-        flat = _flat(index, self.rows)
-        return State(*(_rows_at(part, index, flat) for part in self))
+        return State(*_rows_at(self, index))
 
 
 class Block(NamedTuple):
@@ -142,8 +141,7 @@ class Block(NamedTuple):
 
     def select(self, index: torch.Tensor) -> "Block":
         """The tokens `index` [B, G, c] of the block, chosen per row and head."""
-        flat = _flat(index, self.keys.shape[2])
-        return Block(*(_rows_at(part, index, flat) for part in self))
+        return Block(*_rows_at(self, index))
 
 
 class Readout(NamedTuple):
@@ -385,9 +383,10 @@ def _with_new_rows(total: torch.Tensor, held: list[int], appended: list[int]) ->
     return wide.masked_fill(((row >= first) & (row < first + new)).reshape(-1, 1, rows + most, 1), 0.0)
 
 
-def _rows_at(tensor: torch.Tensor, index: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
-    """`[B, G, c, d]`: the rows `index` `[B, G, c]`, which are `flat` among those of all heads, of `[B, G, M, d]`."""
-    return _flat_rows(tensor).index_select(0, flat).view(*index.shape, tensor.shape[-1])
+def _rows_at(tensors: tuple[torch.Tensor, ...], index: torch.Tensor) -> list[torch.Tensor]:
+    """`[B, G, c, d]` of each: the rows `index` `[B, G, c]` of `[B, G, M, d]`."""
+    flat = _flat(index, tensors[0].shape[2])
+    return [_flat_rows(part).index_select(0, flat).view(*index.shape, part.shape[-1]) for part in tensors]
 
 
 def put_rows(tensor: torch.Tensor, index: torch.Tensor, rows: torch.Tensor) -> None:
