@@ -159,7 +159,9 @@ def train(
 
     def run(name: str, tokens: int) -> float:
         ids = prompt(size, tokens, device)
-        return timed(lambda: train_step(loaded[name], ids), device)
+        seconds = timed(lambda: train_step(loaded[name], ids), device)
+        loaded[name].zero_grad()  # others need the memory
+        return seconds
 
     taken = interleaved({cell: partial(run, *cell) for cell in cells}, rounds, "Training")
     memory = {}

@@ -3,8 +3,8 @@
 A layer holds the state's readout and the window side by side in one buffer, so that a decode step writes one token and
 runs one attention call. Only the first token of a chunk pays for more: it absorbs the block that leaves the window,
 within the buffers that are there if nobody needs what they held (no autograd, no `crop`, no sequences of other lengths),
-and into new ones otherwise. A forward without a cache is a layer that is thrown away afterwards; there is no second path
-through a layer, hence the same result for every split of a sequence over calls.
+and into new ones otherwise. A forward without a cache is a layer that is thrown away afterwards, so that the result is the
+same for every split of a sequence over calls; `attend_alone` gives that result where autograd has to follow.
 
 Depends on `state_kvm` for the mathematics and on transformers' cache protocol.
 """
@@ -21,7 +21,7 @@ from transformers.cache_utils import StaticLayer
 from .layer_kvm import RECORDED_TOKENS, SequencesCache, SequencesLayer
 from .padding_kvm import Padding, take_columns
 from .shift_kvm import TokenShiftLayer
-from .state_kvm import Block, KeyTreatment, State, StateRule, absorb, found, put_rows, readout, rows_after
+from .state_kvm import Block, KeyTreatment, State, StateRule, absorb, choose, found, put_rows, readout, rows_after
 
 # Extra key channels that carry the score bias for kernels that take no mask, against ones in the queries. Flash kernels
 # want head dims that are multiples of 8.
@@ -31,8 +31,8 @@ BIAS_CHANNELS = 8
 # What a layer holds for every sequence: tensors, beside the state, and numbers on the host.
 TENSORS = ("keys", "values", "bias", "gates", "positions")
 LISTS = ("lengths", "fills", "rows")
-# The dimension of a buffer that counts columns.
-DIM = {"keys": 2, "values": 2, "gates": 2, "positions": 1}
+# The dimension that counts columns.
+DIM = {"queries": 2, "keys": 2, "values": 2, "gates": 2, "positions": 1}
 
 
 @dataclass
@@ -50,6 +50,7 @@ class KVMStep:
     takes_mask: bool  # whether the kernel takes a bias on the scores
     attend: Callable[..., torch.Tensor]  # (queries, keys, values, bias) -> [B, T, H, D]
     padding: Padding | None = None  # which of the tokens are real, if not all
+    choose: Callable = choose  # `state_kvm.choose`, or what knows its answers
 
 
 class KVMLayer(SequencesLayer):
@@ -234,7 +235,9 @@ class KVMLayer(SequencesLayer):
         if room is not None:
             queries = step.queries.transpose(1, 2)
             whole = torch.empty_like(queries, memory_format=torch.contiguous_format)
-        pieces = _Pieces(total, batch, whole)
+        alike = len(set(zip(self.fills, counts))) == 1
+        sizes = _sizes(self.rule, self.rule.window_size - self.fills[0], counts[0]) if alike else None
+        pieces = _Pieces({"queries": step.queries} | new, batch, whole, sizes)
         while pieces.done != counts:
             left = [count - done for count, done in zip(counts, pieces.done)]
             full = [b for b in range(batch) if self.fills[b] == self.rule.window_size and left[b]]
@@ -254,17 +257,16 @@ class KVMLayer(SequencesLayer):
             piece = pieces.next(take)
             # What opening a chunk made may be tracked for the sake of the state's parameters alone.
             tracked = tracked or (torch.is_grad_enabled() and (self.keys.requires_grad or self.values.requires_grad))
-            self._write(
-                {name: piece(part, DIM[name]) for name, part in new.items()}, take, not (tracked or self.in_graph)
-            )
+            queries = piece.pop("queries")
+            self._write(piece, take, not (tracked or self.in_graph))
             self.in_graph = tracked
-            pieces.add(self._attend(step, piece(step.queries, 2)))
+            pieces.add(self._attend(step, queries))
 
         self.took(columns, padding)
         if padding is not None and not padding.even:
             self.past = []
         self.unfinished = False
-        return pieces.joined(step.queries), None
+        return pieces.joined(), None
 
     def _attend(self, step: KVMStep, queries: torch.Tensor) -> torch.Tensor:
         """The newest tokens' `queries` `[B, H, T, D]` against all that the layer holds, `[B, T, H, D]`."""
@@ -344,6 +346,7 @@ class KVMLayer(SequencesLayer):
                 block,
                 held=[self.rows[b] for b in opening],
                 contexts=[self.lengths[b] for b in opening],
+                choose=step.choose,
             )
         read = readout(rule, step.treatment, state)
 
@@ -421,7 +424,7 @@ class KVMLayer(SequencesLayer):
             changed = torch.arange(after, device=self.keys.device).expand(*self.keys.shape[:2], -1)
         else:
             _, held, changed = absorb(
-                rule, step.treatment, room.first(before), block, held=self.rows, contexts=self.lengths, room=room
+                rule, step.treatment, room.first(before), block, self.rows, self.lengths, room, step.choose
             )
             after = held[0]
         stays = rule.window_size - rule.chunk_size
@@ -447,18 +450,16 @@ class KVMLayer(SequencesLayer):
         self._mark(state_bias)
 
     def _leaving_block(self, step: KVMStep, of_opening: Callable[[torch.Tensor], torch.Tensor]) -> Block:
-        """The oldest chunk of full windows, in the precision of the state."""
+        """The oldest chunk of full windows."""
         begin, chunk = self.stop - self.rule.window_size, self.rule.chunk_size
         columns = slice(self._state_columns + begin, self._state_columns + begin + chunk)
-        keys = of_opening(self.keys[:, :, columns, : self.values.shape[-1]])
-        precise = torch.promote_types(keys.dtype, torch.float32)
-        keys, values = keys.to(precise), of_opening(self.values[:, :, columns]).to(precise)
-        positions = of_opening(self.positions[:, begin : begin + chunk])[:, None, :, None].expand(*keys.shape[:3], 1)
-        if self.gates is None:
-            gates = torch.ones_like(keys[..., :1])
-        else:
-            gates = of_opening(self.gates[:, :, begin : begin + chunk]).to(precise)
-        return Block(step.treatment.memory_keys(keys, positions), values, gates, positions.to(precise))
+        return _block(
+            step,
+            of_opening(self.keys[:, :, columns, : self.values.shape[-1]]),
+            of_opening(self.values[:, :, columns]),
+            None if self.gates is None else of_opening(self.gates[:, :, begin : begin + chunk]),
+            of_opening(self.positions[:, begin : begin + chunk]),
+        )
 
     def _mark(self, state_bias: torch.Tensor | None) -> None:
         """Lays out the bias anew: that of the state `[B, G, S]`, nothing for the window, and for the columns between a
@@ -481,11 +482,7 @@ class KVMLayer(SequencesLayer):
             least = torch.finfo(keys.dtype).min
             self.bias = self.bias.masked_fill(hidden.reshape(-1, 1, columns), least / 2)
         if not self.takes_mask:
-            # The kernel scales scores by `1 / sqrt(D)`. All channels share the bias: float16 does not reach far.
-            carried = self.bias * (keys.shape[-1] ** 0.5 / BIAS_CHANNELS)
-            carried = carried.clamp_min(torch.finfo(keys.dtype).min)[..., None]
-            carried = carried.expand(*keys.shape[:3], BIAS_CHANNELS)
-            keys = torch.cat([keys, carried], dim=-1)
+            keys = _with_bias(keys, self.bias)
         self.keys = keys
 
     def _check(self, key_states: torch.Tensor, step: KVMStep) -> None:
@@ -513,28 +510,95 @@ class KVMLayer(SequencesLayer):
             )
 
 
+def attend_alone(key_states: torch.Tensor, value_states: torch.Tensor, step: KVMStep) -> torch.Tensor:
+    """What the queries of whole sequences attend to, `[B, T, H, D]`, as from a new `KVMLayer`, but of tensors that autograd can
+    follow without many copies: nothing is written in place, and nothing is kept for later calls. There is no padding.
+
+    Specification, section 1.
+    """
+    rule, chunk, window = step.rule, step.rule.chunk_size, step.rule.num_window_chunks
+    new = {"keys": key_states, "values": value_states, "gates": step.gates, "positions": step.positions}
+    cut = {name: part.split(chunk, DIM[name]) for name, part in new.items() if part is not None}
+    opened = range(rule.window_size, key_states.shape[2], chunk)  # where chunks begin that push another from the window
+    queries = step.queries.split(_sizes(rule, rule.window_size, key_states.shape[2]), 2)
+
+    outputs = [step.attend(queries[0], torch.cat(cut["keys"][:window], 2), torch.cat(cut["values"][:window], 2), None)]
+    state, held = None, [rule.first_rows] * key_states.shape[0]
+    for number, context in enumerate(opened):
+        with _without_autocast(key_states.device.type):
+            block = _block(step, *(cut[name][number] if name in cut else None for name in new))
+            if state is None:
+                state = found(rule, block)
+            else:
+                contexts = [context] * len(held)
+                state, held, _ = absorb(rule, step.treatment, state, block, held, contexts, choose=step.choose)
+            read = readout(rule, step.treatment, state)
+            state_keys = (read.keys * step.state_scale()).to(key_states.dtype)
+        inside = slice(number + 1, number + 1 + window)
+        keys = torch.cat([state_keys, *cut["keys"][inside]], 2)
+        values = torch.cat([read.values.to(value_states.dtype), *cut["values"][inside]], 2)
+        bias = None
+        if read.bias is not None:
+            bias = F.pad(read.bias.to(keys.dtype), (0, keys.shape[2] - state.rows))
+            if not step.takes_mask:
+                keys, bias = _with_bias(keys, bias), None
+        outputs.append(step.attend(queries[number + 1], keys, values, bias))
+    return torch.cat(outputs, dim=1)
+
+
+def _sizes(rule: StateRule, room: int, tokens: int) -> list[int]:
+    """Of the pieces in which new tokens are taken: as many as there is room for, then a chunk each."""
+    sizes = [min(room, tokens)] + [min(rule.chunk_size, tokens - done) for done in range(room, tokens, rule.chunk_size)]
+    return sizes if sizes[0] else sizes[1:]
+
+
+def _block(step: KVMStep, keys, values, gates, positions) -> Block:
+    """A chunk of tokens that leaves the window, `[B, G, C, ...]` and `[B, C]`, in the precision of the state."""
+    precise = torch.promote_types(keys.dtype, torch.float32)
+    keys, values = keys.to(precise), values.to(precise)
+    gates = torch.ones_like(keys[..., :1]) if gates is None else gates.to(precise)
+    positions = positions[:, None, :, None].expand(*keys.shape[:3], 1)
+    return Block(step.treatment.memory_keys(keys, positions), values, gates, positions.to(precise))
+
+
+def _with_bias(keys: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """`[B, G, K, D]` with channels behind them that carry `bias` `[B, G or 1, K]`."""
+    # The kernel scales scores by `1 / sqrt(D)`. All channels share the bias: float16 does not reach far.
+    carried = bias * (keys.shape[-1] ** 0.5 / BIAS_CHANNELS)
+    carried = carried.clamp_min(torch.finfo(keys.dtype).min)[..., None]
+    return torch.cat([keys, carried.expand(*keys.shape[:3], BIAS_CHANNELS)], dim=-1)
+
+
 class _Pieces:
-    """The tokens of one call, `total` columns, in pieces of which each sequence takes as many as it has room for. In a
-    piece, a sequence's tokens come last. `whole` `[B, total, H, D]`: where outputs go if all sequences are alike."""
+    """The tokens of one call in pieces, of which each sequence takes as many as it has room for. In a piece, a sequence's
+    tokens come last.
 
-    def __init__(self, total: int, batch: int, whole: torch.Tensor | None):
-        self.total, self.whole = total, whole
+    Args:
+        new: tensors by name, with `total` columns.
+        whole: `[B, total, H, D]`, where outputs go if all sequences are alike.
+        sizes: of the pieces, if all sequences are alike.
+    """
+
+    def __init__(self, new: dict[str, torch.Tensor], batch: int, whole: torch.Tensor | None, sizes: list[int] | None):
+        self.new, self.whole, self.total = new, whole, new["queries"].shape[2]
         self.done, self.history, self.outputs = [0] * batch, [], []
+        # All at once: the gradient of a piece that is cut out by itself is as large as the whole.
+        self.alike = None
+        if sizes:
+            sizes = [*sizes, self.total - sum(sizes)]  # pads
+            self.alike = {name: tensor.split(sizes, DIM[name]) for name, tensor in new.items()}
 
-    def next(self, take: list[int]) -> Callable[[torch.Tensor, int], torch.Tensor]:
-        """A function that picks the next `take[b]` tokens from a tensor along a dimension."""
-        done, size = self.done, max(take)
-        self.history.append((done, take))
-        self.done = [start + count for start, count in zip(done, take)]
-        if len(set(done)) == len(set(take)) == 1:
-            return lambda tensor, dim: tensor if size == self.total else tensor.narrow(dim, done[0], size)
-
-        def pick(tensor, dim):
-            columns = torch.arange(size, device=tensor.device)
-            index = columns + _each(self.done, columns) - size
-            return take_columns(tensor, dim, index.clamp(0, self.total - 1).expand(len(take), -1))
-
-        return pick
+    def next(self, take: list[int]) -> dict[str, torch.Tensor]:
+        """The next `take[b]` tokens of each tensor."""
+        number, size = len(self.history), max(take)
+        self.history.append((self.done, take))
+        self.done = [start + count for start, count in zip(self.done, take)]
+        if self.alike:
+            return {name: parts[number] for name, parts in self.alike.items()}
+        columns = torch.arange(size, device=self.new["queries"].device)
+        index = columns + _each(self.done, columns) - size
+        index = index.clamp(0, self.total - 1).expand(len(take), -1)
+        return {name: take_columns(tensor, DIM[name], index) for name, tensor in self.new.items()}
 
     def add(self, output: torch.Tensor) -> None:
         """What the tokens of the last piece attended to, `[B, T, H, D]`."""
@@ -543,17 +607,17 @@ class _Pieces:
         else:
             self.whole[:, self.done[0] - output.shape[1] : self.done[0]] = output
 
-    def joined(self, queries: torch.Tensor) -> torch.Tensor:
+    def joined(self) -> torch.Tensor:
         """The outputs `[B, total, H, D]` of all pieces, in the order of the tokens; anything for pads."""
         if self.whole is not None:
             return self.whole
         if not self.outputs:
-            return torch.zeros_like(queries.transpose(1, 2))
+            return torch.zeros_like(self.new["queries"].transpose(1, 2))
         outputs = self.outputs[0] if len(self.outputs) == 1 else torch.cat(self.outputs, dim=1)
-        if all(len(set(done)) == len(set(take)) == 1 for done, take in self.history) and outputs.shape[1] == self.total:
+        if self.alike and outputs.shape[1] == self.total:
             return outputs
-        token = torch.arange(self.total, device=queries.device)
-        source, stop = torch.zeros(len(self.done), self.total, dtype=torch.long, device=queries.device), 0
+        token = torch.arange(self.total, device=outputs.device)
+        source, stop = torch.zeros(len(self.done), self.total, dtype=torch.long, device=outputs.device), 0
         for done, take in self.history:
             stop += max(take)
             start, after = _each(done, token), _each([a + b for a, b in zip(done, take)], token)

@@ -4,17 +4,17 @@ Parameters are named as in transformers' Llama, so that its checkpoints load; a 
 `state_norm`, `merge_gate`, `state_temperature` and `window_temperature` (specification, section 5). The order is that
 of transformers' model files: norm, RoPE, MLP, attention, layer, model, heads.
 
-Depends on `configuration_kvm`, `state_kvm`, `attention_kvm` and `cache_kvm` beside it, and on transformers.
+Depends on `configuration_kvm`, `state_kvm`, `attention_kvm`, `cache_kvm` and `replay_kvm` beside it, and on transformers.
 """
 
-from dataclasses import fields, replace
+from collections.abc import Callable
+from dataclasses import fields
 from functools import partial, wraps
 from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.func import functional_call
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoModel
 from transformers import initialization as init
 from transformers.activations import ACT2FN
@@ -35,7 +35,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from .attention_kvm import CausalMasks, attend, eager_attention, repeat_heads, takes_mask
-from .cache_kvm import KVMCache, KVMLayer, KVMStep
+from .cache_kvm import KVMCache, KVMLayer, KVMStep, attend_alone
 from .configuration_kvm import KVMConfig
 from .padding_kvm import (
     Padding,
@@ -47,7 +47,8 @@ from .padding_kvm import (
     read_packing,
     read_padding,
 )
-from .state_kvm import NormalizedKeys, PositionalKeys, SinkKeys, StateRule
+from .replay_kvm import replayed
+from .state_kvm import NormalizedKeys, PositionalKeys, SinkKeys, StateRule, choose
 
 # transformers 5.24 calls the cache `cache` in inputs and outputs, releases before it `past_key_values`.
 CACHE_NAME = "cache" if "cache" in {field.name for field in fields(BaseModelOutputWithPast)} else "past_key_values"
@@ -237,18 +238,43 @@ class KVMAttention(KVMDotProductAttention):
             self.state_temperature = nn.Parameter(torch.ones(heads))
             self.window_temperature = nn.Parameter(torch.ones(heads))
 
-    def treatment(self, rotary: KVMRotaryEmbedding):
+    def treatment(self, rotary: KVMRotaryEmbedding, state_norm: Callable[[torch.Tensor], torch.Tensor] | None):
         """How keys enter the state, are compared with it, and are read from it."""
         if self.rule.state_treatment == "normalized":
-            return NormalizedKeys(self.state_norm, self.rotary_channels if self.use_rope else 0)
+            return NormalizedKeys(state_norm, self.rotary_channels if self.use_rope else 0)
         if self.rule.state_treatment == "sinks":
             return SinkKeys()
         return PositionalKeys(rotary.rotate if self.use_rope else lambda keys, positions, inverse: keys)
 
-    def _window_scale(self) -> torch.Tensor:
-        """The window's temperature, `[G, 1, 1]`."""
-        window = self.window_temperature[:, None, None]
-        return torch.where(window.abs() < LEAST_TEMPERATURE, LEAST_TEMPERATURE, window)
+    def _learned(self) -> "LearnedOfState":
+        return LearnedOfState(*(getattr(self, name, None) for name in LearnedOfState._fields))
+
+    def _step(
+        self, query, gates, positions, learned: "LearnedOfState", *, rotary, dropout, masks, padding=None, choose=choose
+    ) -> KVMStep:
+        """One call's tokens as a cache layer takes them.
+
+        The temperature of window keys is put on the queries, and its inverse on the state's keys: the same scores, while the
+        buffer holds the keys that the state will need.
+        """
+        scale, state_scale = None, lambda: 1.0
+        if self.has_temperatures:
+            window = learned.window_temperature[:, None, None]
+            window = torch.where(window.abs() < LEAST_TEMPERATURE, LEAST_TEMPERATURE, window)
+            scale = repeat_heads(window[None], self.num_key_value_groups).to(query.dtype)
+            state_scale = partial(torch.div, learned.state_temperature[:, None, None], window)
+        return KVMStep(
+            rule=self.rule,
+            treatment=self.treatment(rotary, learned.state_norm),
+            queries=query,
+            gates=gates,
+            positions=positions,
+            state_scale=state_scale,
+            takes_mask=takes_mask(self.config._attn_implementation),
+            attend=partial(self._attend, scale, dropout, masks),
+            padding=padding,
+            choose=choose,
+        )
 
     def _attend(self, scale: torch.Tensor | None, dropout: float, masks: CausalMasks, queries, keys, values, bias):
         """As `attention_kvm.attend`, with `scale` `[1, H, 1, 1]` on the queries."""
@@ -265,31 +291,15 @@ class KVMAttention(KVMDotProductAttention):
             query, key, value = (padding.align(part, dim=2) for part in (query, key, value))
             positions, gates = padding.align(positions), None if gates is None else padding.align(gates, dim=2)
 
-        # The temperature of window keys is put on the queries, and its inverse on the state's keys: the same scores,
-        # while the buffer holds the keys that the state will need.
-        scale, state_scale = None, lambda: 1.0
-        if self.has_temperatures:
-            window = self._window_scale()
-            scale = repeat_heads(window[None], self.num_key_value_groups).to(query.dtype)
-            state_scale = partial(torch.div, self.state_temperature[:, None, None], window)
-
         # Healing calls a layer with the mask that the teacher's layer had.
         masks = attention_mask if isinstance(attention_mask, CausalMasks) else CausalMasks()
-        step = KVMStep(
-            rule=self.rule,
-            treatment=self.treatment(rotary),
-            queries=query,
-            gates=gates,
-            positions=positions,
-            state_scale=state_scale,
-            takes_mask=takes_mask(self.config._attn_implementation),
-            attend=partial(self._attend, scale, self.attention_dropout if self.training else 0.0, masks),
-            padding=padding,
-        )
+        dropout = self.attention_dropout if self.training else 0.0
+        make_step = partial(self._step, rotary=rotary, dropout=dropout, masks=masks)
         if cache is not None:
+            step = make_step(query, gates, positions, self._learned(), padding=padding)
             output, _ = cache.update(key, value, self.layer_idx, step)
         else:
-            output = self._without_cache(key, value, step, sequences)
+            output = self._without_cache(key, value, query, gates, positions, sequences, make_step)
         output = output.flatten(2)
         output = self.o_proj(output if padding is None else padding.restore(output))
         if self.training and torch.is_grad_enabled():
@@ -306,60 +316,77 @@ class KVMAttention(KVMDotProductAttention):
         return nothing + 0 * self.state_temperature.sum() if self.has_temperatures else nothing
 
     @torch.compiler.disable  # as `KVMLayer.update`
-    def _without_cache(self, key, value, step: KVMStep, sequences: list[list[slice]]) -> torch.Tensor:
+    def _without_cache(self, key, value, query, gates, positions, sequences: list[list[slice]], make_step):
         """Each packed sequence in a layer of its own, which is thrown away. Pads after a sequence change nothing before
         them, and here nothing comes after them."""
-        step = replace(step, padding=None)
+        whole = (key, value, query, gates, positions)
         if len(sequences) == len(sequences[0]) == 1:
-            return self._alone(key, value, step)
-        rows = []
-        for number, parts in enumerate(sequences):
-            row = slice(None) if len(sequences) == 1 else slice(number, number + 1)
-            outputs = []
-            for part in parts:
-                of_part = replace(
-                    step,
-                    queries=step.queries[row, :, part],
-                    gates=None if step.gates is None else step.gates[row, :, part],
-                    positions=step.positions[row, part],
-                )
-                outputs.append(self._alone(key[row, :, part], value[row, :, part], of_part))
-            rows.append(torch.cat(outputs, dim=1))
-        return torch.cat(rows)
+            return self._alone(*whole, make_step)
 
-    def _alone(self, key, value, step: KVMStep) -> torch.Tensor:
+        def cut(tensor, sizes, dim):
+            """All at once: the gradient of a part that is cut out by itself is as large as the whole."""
+            return len(sizes) * [None] if tensor is None else tensor.split(sizes, dim)
+
+        rows = [key.shape[0]] if len(sequences) == 1 else len(sequences) * [1]
+        outputs = []
+        for parts, *row in zip(sequences, *(cut(tensor, rows, 0) for tensor in whole)):
+            sizes = [part.stop - part.start for part in parts]
+            alone = zip(*(cut(tensor, sizes, dim) for tensor, dim in zip(row, (2, 2, 2, 2, 1))))
+            outputs.append(torch.cat([self._alone(*sequence, make_step) for sequence in alone], dim=1))
+        return torch.cat(outputs)
+
+    def _alone(self, key, value, query, gates, positions, make_step: Callable[..., KVMStep]) -> torch.Tensor:
         """Sequences in a layer that is thrown away.
 
         For the backward pass autograd keeps what it keeps of plain attention, queries, keys, values and the output. The
         states and windows of all chunks, several times as much, are computed again, unless the whole layer is
         (`gradient_checkpointing_enable`).
         """
-        is_replayed = self.gradient_checkpointing and self.training
+        learned = self._learned()
+        if not torch.is_grad_enabled():
+            return KVMLayer().update(key, value, make_step(query, gates, positions, learned))[0]
+        is_again = self.gradient_checkpointing and self.training
         has_chunks = key.shape[2] > self.rule.window_size
-        if is_replayed or not has_chunks or not torch.is_grad_enabled() or not _saving_can_be_hooked():
-            return KVMLayer().update(key, value, step)[0]
+        if is_again or not has_chunks or _within_function_transform():
+            return attend_alone(key, value, make_step(query, gates, positions, learned))
 
-        rest = replace(step, queries=None, gates=None)
-        if self.rule.state_treatment == "normalized":
-            # With the parameters of now, which may be others by then (`torch.func.functional_call`).
-            norm, parameters = self.state_norm, dict(self.state_norm.named_parameters())
-            rest.treatment = replace(step.treatment, state_norm=lambda keys: functional_call(norm, parameters, keys))
+        # With the parameters of now, which may be others by then (`torch.func.functional_call`), and the same choices.
+        norm, choices = learned.state_norm, []
+        of_norm = {} if norm is None else dict(norm.named_parameters())
 
-        def attend_to_all(key, value, queries, gates):
-            return KVMLayer().update(key, value, replace(rest, queries=queries, gates=gates))[0]
+        def choose_and_remember(*given):
+            choices.append(choose(*given))
+            return choices[-1]
 
-        draws = self.training and self.attention_dropout > 0
-        given = (key, value, step.queries, step.gates)
-        return checkpoint(attend_to_all, *given, use_reentrant=False, preserve_rng_state=draws)
+        def attend_to_all(key, value, query, gates, state_temperature, window_temperature, *of_norm_again):
+            norm_again = partial(functional_call, norm, dict(zip(of_norm, of_norm_again)))
+            make = partial(
+                make_step, query, gates, positions, LearnedOfState(norm_again, state_temperature, window_temperature)
+            )
+            if torch.is_grad_enabled():
+                known = iter(choices)
+                return attend_alone(key, value, make(choose=lambda *given: next(known)))
+            return KVMLayer().update(key, value, make(choose=choose_and_remember))[0]
+
+        given = (key, value, query, gates, learned.state_temperature, learned.window_temperature, *of_norm.values())
+        return replayed(attend_to_all, *given, draws=self.training and self.attention_dropout > 0)
 
 
-def _saving_can_be_hooked() -> bool:
-    """Not within `torch.func.grad` and its like, where `checkpoint` would raise."""
+class LearnedOfState(NamedTuple):
+    """What is learned of how a layer keeps its state and attends to it; None of what it lacks."""
+
+    state_norm: Callable[[torch.Tensor], torch.Tensor] | None
+    state_temperature: torch.Tensor | None  # [G]
+    window_temperature: torch.Tensor | None  # [G]
+
+
+def _within_function_transform() -> bool:
+    """Whether this is within `torch.func.grad` and its like, which take no backward pass of another's making."""
     try:
         with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
-            return True
+            return False
     except RuntimeError:
-        return False
+        return True
 
 
 class KVMDecoderLayer(GradientCheckpointingLayer):

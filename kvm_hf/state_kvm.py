@@ -6,7 +6,7 @@ heads, `M` state rows, `C` chunk size, `D` head dim, `r` rotary channels.
 
 Read top to bottom: what a layer is asked to do (`StateRule`), how many rows it may hold (`budget`), what it holds
 (`State`), what is folded in (`Block`), the two ways to turn a key into a memory key (`NormalizedKeys`,
-`PositionalKeys`), and the three operations `found`, `absorb` and `readout`.
+`PositionalKeys`), and the operations `found`, `choose`, `absorb` and `readout`.
 """
 
 import math
@@ -221,61 +221,6 @@ def found(rule: StateRule, block: Block) -> State:
     return state._replace(radius=block.values.norm(dim=-1, keepdim=True))
 
 
-class Absorbed(NamedTuple):
-    state: State
-    held: list[int]  # rows that each sequence holds of it
-    joined: torch.Tensor | None  # [B, G, C] the row of each token of the block; None if none joins any
-
-
-def absorb(
-    rule: StateRule,
-    treatment: KeyTreatment,
-    state: State,
-    block: Block,
-    held: list[int],
-    contexts: list[int],
-    room: State | None = None,
-) -> Absorbed:
-    """Folds one block that leaves the window into the state (section 3, steps 1 to 3).
-
-    Both choices, which tokens found rows and which row a token joins, are constants to autograd; gradients reach keys,
-    values and gates through the sums. A token that founds a row joins a row of zeros.
-
-    Args:
-        held: rows that each of the `B` sequences holds; where that is fewer than `M`, the rest is not looked at.
-        contexts: per sequence the position of the token that opens the new chunk, which is the number of tokens that
-            were queries.
-        room: contiguous tensors of which `state` is the beginning, with zeros behind it: the block is added in place, and
-            the new state is a part of them. All sequences must hold `M` rows, and found equally many.
-    """
-    if rule.state_budget == "sinks":
-        return Absorbed(state, held, None)
-    appended = [rows_to_append(rule, context, rows) for context, rows in zip(contexts, held)]
-    after = [rows + count for rows, count in zip(held, appended)]
-    state = State(*(_with_new_rows(total, held, appended) for total in state)) if room is None else room.first(after[0])
-    with torch.no_grad():
-        row, founds = choose(rule, treatment, state.key_sum, block, held, appended)
-
-    if not rule.gate_appends:
-        block = block._replace(gates=block.gates.masked_fill(founds[..., None], 1.0))
-    tokens = _rows(rule, block, gated=True)
-    tokens = tokens._replace(radius=tokens.radius.masked_fill(~founds[..., None], 0.0))
-    if room is None:
-        index = _flat(row, state.rows)
-        state = State(
-            *(
-                _flat_rows(total).index_add(0, index, _flat_rows(part)).view_as(total)
-                for total, part in zip(state, tokens)
-            )
-        )
-        state = state.first(max(after))
-    else:
-        index = _flat(row, room.rows)
-        for total, part in zip(room, tokens):
-            _flat_rows(total).index_add_(0, index, _flat_rows(part))
-    return Absorbed(state, after, row)
-
-
 def choose(
     rule: StateRule, treatment: KeyTreatment, key_sum: torch.Tensor, block: Block, held: list[int], appended: list[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -326,11 +271,61 @@ def _choose(rule, treatment, key_sum, block, held, appended):
     return torch.where(founds, before + founds.cumsum(-1) - 1, row), founds
 
 
+class Absorbed(NamedTuple):
+    state: State
+    held: list[int]  # rows that each sequence holds of it
+    joined: torch.Tensor | None  # [B, G, C] the row of each token of the block; None if none joins any
+
+
+def absorb(
+    rule: StateRule,
+    treatment: KeyTreatment,
+    state: State,
+    block: Block,
+    held: list[int],
+    contexts: list[int],
+    room: State | None = None,
+    choose: Callable[..., tuple[torch.Tensor, torch.Tensor]] = choose,
+) -> Absorbed:
+    """Folds one block that leaves the window into the state (section 3, steps 1 to 3).
+
+    Both choices, which tokens found rows and which row a token joins, are constants to autograd; gradients reach keys,
+    values and gates through the sums. A token that founds a row joins a row of zeros.
+
+    Args:
+        held: rows that each of the `B` sequences holds; where that is fewer than `M`, the rest is not looked at.
+        contexts: per sequence the position of the token that opens the new chunk, which is the number of tokens that
+            were queries.
+        room: contiguous tensors of which `state` is the beginning, with zeros behind it: the block is added in place, and
+            the new state is a part of them. All sequences must hold `M` rows, and found equally many.
+        choose: another may know the choices already.
+    """
+    if rule.state_budget == "sinks":
+        return Absorbed(state, held, None)
+    appended = [rows_to_append(rule, context, rows) for context, rows in zip(contexts, held)]
+    after = [rows + count for rows, count in zip(held, appended)]
+    state = State(*(_with_new_rows(total, held, appended) for total in state)) if room is None else room.first(after[0])
+    with torch.no_grad():
+        row, founds = choose(rule, treatment, state.key_sum, block, held, appended)
+
+    if not rule.gate_appends:
+        block = block._replace(gates=block.gates.masked_fill(founds[..., None], 1.0))
+    tokens = _rows(rule, block, gated=True)
+    tokens = tokens._replace(radius=tokens.radius.masked_fill(~founds[..., None], 0.0))
+    whole = room or state
+    index = _flat(row, whole.rows)
+    for total, part in zip(whole, tokens):
+        _flat_rows(total).index_add_(0, index, _flat_rows(part))
+    if room is None:
+        state = state.first(max(after))
+    return Absorbed(state, after, row)
+
+
 def readout(rule: StateRule, treatment: KeyTreatment, state: State) -> Readout:
     """The state as keys, values and score bias, "just in time" (section 2; the bias is section 8's)."""
     if rule.value_radius:
         length = state.value_sum.norm(dim=-1, keepdim=True).clamp_min(1e-12)
-        values = state.value_sum / length * state.radius
+        values = state.value_sum * (state.radius / length)
     else:
         values = state.value_sum / state.count
     bias = rule.count_bias * _positive(state.mass).squeeze(-1).log() if rule.count_bias else None
@@ -374,7 +369,7 @@ def _with_new_rows(total: torch.Tensor, held: list[int], appended: list[int]) ->
     sequence holds is 1, so that nothing is divided by zero."""
     rows, most = max(held), max(appended)
     if set(held) == {total.shape[2]} and len(set(appended)) == 1:
-        return F.pad(total, (0, 0, 0, most)) if most else total
+        return torch.cat([total, total.new_zeros(*total.shape[:2], most, total.shape[3])], dim=2)
     wide = F.pad(total[:, :, :rows], (0, 0, 0, most), value=1.0)
     row, first, new = (
         torch.arange(rows + most, device=total.device),

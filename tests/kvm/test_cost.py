@@ -10,7 +10,7 @@ from small_models import HALF, make_model, random_ids
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvm_hf import KVMCache, KVMConfig, state_kvm
+from kvm_hf import KVMCache, KVMConfig, modeling_kvm, state_kvm
 from kvm_hf.cache_kvm import KVMLayer
 
 C, L = 4, 8
@@ -94,25 +94,97 @@ def test_what_training_keeps_grows_as_with_plain_attention(fields):
     assert 0 < ours <= 1.1 * plain
 
 
-def test_what_is_computed_again_is_what_was_computed():
-    """With dropout, in evaluation mode by then, and with parameters that were lent for the forward alone."""
-    model = make_model(attention_dropout=0.3, attn_implementation="eager", rope_parameters=HALF).train()
-    ids = random_ids(model, 40)
+class Elements(TorchDispatchMode):
+    """How many numbers are written."""
 
-    def gradients(again: bool, then=lambda: None):
-        model.train()
-        for module in model.modules():
-            if hasattr(module, "merge_gate"):
-                module.gradient_checkpointing = not again  # as if the whole layer were computed again
-        lent = {name: (0.9 * part).detach().requires_grad_() for name, part in model.named_parameters()}
-        torch.manual_seed(0)
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        result = operation(*args, **(kwargs or {}))
+        if not operation.is_view:
+            parts = result if isinstance(result, tuple | list) else [result]
+            self.count += sum(part.numel() for part in parts if isinstance(part, torch.Tensor))
+        return result
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_what_training_writes_grows_with_the_tokens(packed):
+    """Not with their square, as where the gradient of each chunk, or of each packed sequence, is as large as the whole."""
+    model = make_model(state_budget="fixed", rope_parameters=HALF).train()
+
+    def written(tokens):
+        positions = torch.arange(tokens)[None] % 16 if packed else None
+        with Elements() as elements:
+            ids = random_ids(model, tokens)
+            model(ids, position_ids=positions, labels=ids, use_cache=False).loss.backward()
+        return elements.count
+
+    first, second, third = (written(tokens) for tokens in (512, 1024, 1536))
+    assert third - second <= 1.02 * (second - first)
+
+
+def gradients(model, ids, again: bool, then=lambda: None, differentiable: bool = False, precision=None):
+    """Those of the loss; with the attention computed again in the backward pass, or kept as if a whole layer were."""
+    model.train()
+    for module in model.modules():
+        if hasattr(module, "merge_gate"):
+            module.gradient_checkpointing = not again
+    lent = {name: (0.9 * part).detach().requires_grad_() for name, part in model.named_parameters()}
+    torch.manual_seed(0)
+    with torch.autocast("cpu", dtype=precision, enabled=precision is not None):
         loss = torch.func.functional_call(model, lent, (ids,), dict(labels=ids, use_cache=False)).loss
-        then()
-        return torch.autograd.grad(loss, list(lent.values()))
+    then()
+    lent = list(lent.values())
+    found = torch.autograd.grad(loss, lent, create_graph=differentiable)
+    return torch.autograd.grad(sum(part.square().sum() for part in found), lent) if differentiable else found
 
-    kept, computed = gradients(False), gradients(True, then=model.eval)
-    assert all(torch.equal(a, b) for a, b in zip(kept, computed, strict=True))
+
+@pytest.mark.parametrize(
+    "fields, settings",
+    [
+        ({}, {}),
+        (dict(state_treatment="positional", use_qk_norm=True, state_budget="fixed"), {}),
+        (dict(attention_dropout=0.3), {}),
+        ({}, dict(differentiable=True)),
+    ],
+)
+def test_what_is_computed_again_is_what_was_computed(fields, settings):
+    """In evaluation mode by then, and with parameters that were lent for the forward alone."""
+    if "state_treatment" not in fields:
+        fields = fields | dict(rope_parameters=HALF)
+    model = make_model(attn_implementation="eager", **fields)
+    ids = random_ids(model, 40)
+    kept, computed = (
+        gradients(model, ids, False, **settings),
+        gradients(model, ids, True, then=model.eval, **settings),
+    )
+    for one, other in zip(kept, computed, strict=True):  # the first run works in place, and rounds otherwise
+        torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-10)
     assert any(part.abs().max() > 0 for part in kept)
+
+
+def test_what_is_computed_again_is_computed_under_the_same_autocast():
+    model = make_model(rope_parameters=HALF, dtype=torch.float32)
+    ids = random_ids(model, 40)
+    kept, computed = (gradients(model, ids, again, precision=torch.bfloat16) for again in (False, True))
+    precise = gradients(model, ids, True)
+    gap, error = (sum((a - b).square().sum() for a, b in zip(kept, others)).sqrt() for others in (precise, computed))
+    assert 10 * error < gap
+
+
+def test_rows_are_looked_up_once_in_a_training_step(monkeypatch):
+    model, calls = make_model(num_hidden_layers=1, rope_parameters=HALF).train(), []
+
+    def counted(*args):
+        calls.append(1)
+        return state_kvm.choose(*args)
+
+    monkeypatch.setattr(modeling_kvm, "choose", counted)
+    ids = random_ids(model, 40)
+    model(ids, labels=ids, use_cache=False).loss.backward()
+    assert len(calls) == 40 / C - 3  # the first two chunks fill the window, the third founds the state
 
 
 def test_functional_gradients_are_those_of_autograd():

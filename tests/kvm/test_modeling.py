@@ -299,7 +299,7 @@ def test_gates_that_underflow_do_not_divide_by_zero():
 
 def test_a_layer_without_rope_has_no_channels_to_ignore():
     model = make_model(rope_parameters=HALF, no_rope_layers=[1, 0])
-    treatments = [layer.self_attn.treatment(model.model.rotary_emb) for layer in model.model.layers]
+    treatments = [layer.self_attn.treatment(model.model.rotary_emb, None) for layer in model.model.layers]
     assert [treatment.rotary_channels for treatment in treatments] == [4, 0]
 
 

@@ -17,7 +17,7 @@ from small_models import (
 )
 from transformers import DynamicCache
 
-from kvm_hf import KVMCache
+from kvm_hf import KVMCache, modeling_kvm
 
 C, L = 4, 8  # of the small models
 
@@ -38,6 +38,30 @@ def test_any_split_gives_the_logits_of_one_call(fields, length, sizes, batch, se
     pieces = run_in_pieces(model, ids, sizes, KVMCache(model.config))
     # float64: 1e-9 leaves room for another order of additions, not for another decision
     assert (whole - pieces).abs().max() <= 1e-9
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    fields=configs(),
+    length=st.integers(1, 70),
+    batch=st.integers(1, 2),
+    seed=st.integers(0, 5),
+    bias_in_keys=st.booleans(),
+)
+def test_a_forward_that_autograd_follows_gives_the_logits_of_one_that_it_does_not(
+    fields, length, batch, seed, bias_in_keys
+):
+    model = make_model(seed, **fields).train()
+    ids = random_ids(model, length, batch, seed)
+    with pytest.MonkeyPatch.context() as patch:
+        if bias_in_keys:  # as for kernels that take no mask
+            patch.setattr(modeling_kvm, "takes_mask", lambda implementation: False)
+        with torch.no_grad():
+            expected = model(ids, use_cache=False).logits
+        for module in model.modules():
+            if hasattr(module, "rule"):
+                module.gradient_checkpointing = True  # as if the layer were computed again, and so its attention not
+        assert (model(ids, use_cache=False).logits - expected).abs().max() <= 1e-9
 
 
 @pytest.mark.parametrize("length", [1, C - 1, C, C + 1, L - 1, L, L + 1, 2 * L - 1, 2 * L, 2 * L + 1, 5 * L + 3])

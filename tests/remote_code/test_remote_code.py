@@ -94,7 +94,7 @@ def test_a_saved_head_carries_its_code(tmp_path):
     KVMForSequenceClassification(config).save_pretrained(tmp_path / "head")
     (tmp_path / "cache").mkdir()
     names = {path.name for path in (tmp_path / "head").glob("*.py")}
-    parts = ("configuration", "modeling", "attention", "cache", "layer", "padding", "shift", "state")
+    parts = ("configuration", "modeling", "attention", "cache", "layer", "padding", "replay", "shift", "state")
     assert names == {f"{part}_kvm.py" for part in parts}
     loaded = in_fresh_process(
         f"""
