@@ -164,9 +164,10 @@ def train(
         return seconds
 
     taken = interleaved({cell: partial(run, *cell) for cell in cells}, rounds, "Training")
+    loaded.clear()  # what follows needs the memory
     memory = {}
     for name, tokens in tqdm(cells, desc="Memory, in processes of their own"):
-        memory[name, tokens] = in_own_process(training_memory, name, size, tokens, device)
+        memory[name, tokens] = _memory_of(training_memory, name, size, tokens, device)
     rows = [
         {
             "model": name,
@@ -195,7 +196,10 @@ def memory(
     cells = _cells(names, lengths or ([1024, 4096, 16384] if full else [512, 1024, 2048, 4096]))
     rows = []
     for name, tokens in tqdm(cells, desc="Memory, in processes of their own"):
-        rows.append({"model": name, "tokens": tokens} | in_own_process(prefill_memory, name, size, tokens, device))
+        if found := _memory_of(prefill_memory, name, size, tokens, device):
+            rows.append({"model": name, "tokens": tokens} | found)
+    if not rows:
+        raise typer.Exit(1)
     _finish("memory", rows, "MiB of cache", 1, device, output, full)
 
 
@@ -225,25 +229,27 @@ def profile(
     models: Models = None,
     tokens: Annotated[int, typer.Option(min=2, help="Length of the prompt.")] = 4096,
     layers: Annotated[int, typer.Option(min=2, help="Of the model.")] = 2,
+    training: Annotated[bool, typer.Option("--training", help="A training step in place of a prompt.")] = False,
     full: Full = False,
     output: Output = None,
 ) -> None:
-    """Where the time of a prompt goes, by kinds of operations, on the CPU."""
-    output = _folder(output, full)
+    """Where the time of a prompt, or of a training step, goes, by kinds of operations, on the CPU."""
+    output, stem = _folder(output, full), "profile-training" if training else "profile"
     size, shares = _size(full, layers), {}
     names = [name for name, _ in _cells(models or [FLOOR, LLAMA, "kvm-fixed", "kvm-sqrt"], [tokens])]
     for name in tqdm(names, desc="Profile"):
         model, ids = make_model(name, size, "cpu"), prompt(size, tokens, "cpu")
-        with torch.inference_mode():
-            read(model, ids)
+        with torch.inference_mode(not training):
+            run = partial(train_step if training else read, model, ids)
+            run()
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as recorded:
-                read(model, ids)
+                run()
         shares[name] = dict.fromkeys(KINDS, 0.0)
         for event in recorded.key_averages():
             kind = next(kind for kind, parts in KINDS.items() if any(part in event.key for part in parts))
             shares[name][kind] += event.self_cpu_time_total / 1e6
     facts = {"command": _command(), "machine": machine("cpu"), "size": size, "tokens": tokens, "seconds": shares}
-    (output / "profile.json").write_text(json.dumps(facts, indent=1) + "\n")
+    (output / f"{stem}.json").write_text(json.dumps(facts, indent=1) + "\n")
     table = Table("seconds", *shares)
     for kind in KINDS:
         table.add_row(kind, *(f"{found[kind]:.3f}" for found in shares.values()))
@@ -257,9 +263,9 @@ def profile(
     axes.invert_yaxis()
     axes.set(xlabel=f"seconds for {tokens} tokens, {layers} layers")
     axes.legend(frameon=False, fontsize=8)
-    figure.savefig(output / "profile.png", dpi=150)
+    figure.savefig(output / f"{stem}.png", dpi=150)
     plt.close(figure)
-    console.print(f"{output / 'profile.json'}\n{output / 'profile.png'}", soft_wrap=True)
+    console.print(f"{output / f'{stem}.json'}\n{output / f'{stem}.png'}", soft_wrap=True)
 
 
 @contextmanager
@@ -368,6 +374,16 @@ def _load(names: set[str], size: dict, device: str) -> dict[str, PreTrainedModel
     return {name: make_model(name, size, device) for name in MODELS if name in names}
 
 
+def _memory_of(function: Callable, name: str, size: dict, tokens: int, device: str):
+    """What `function` finds in a process of its own, or None, with a message, if that process has not enough memory: what was
+    measured before is not lost."""
+    try:
+        return in_own_process(function, name, size, tokens, device)
+    except RuntimeError as error:  # PyTorch's, or that the system killed the process
+        console.print(f"The memory of {name} at {tokens} tokens could not be measured: {error}")
+        return None
+
+
 def _finish(
     command: str,
     rows: list[dict],
@@ -386,7 +402,8 @@ def _finish(
             beside = [r for r in rows if r["model"] == other and r["tokens"] == row["tokens"]]
             if beside and other != row["model"]:
                 row[f"over_{other}"] = row[key] / beside[0][key]
-                if other == LLAMA and beside[0].get("added_bytes"):  # 0 where a call fits into what was held already
+                # None if it was too much, 0 where a call fits into what was held already.
+                if other == LLAMA and beside[0].get("added_bytes") and row["added_bytes"] is not None:
                     row["added_over_llama"] = row["added_bytes"] / beside[0]["added_bytes"]
     facts = {
         "command": _command(),

@@ -2,6 +2,7 @@
 
 import json
 import time
+from concurrent.futures.process import BrokenProcessPool
 from itertools import count
 from types import SimpleNamespace
 
@@ -108,6 +109,27 @@ def test_training_reports_time_and_memory_and_leaves_maglev_out(tmp_path):
     assert all(row["seconds"]["median"] > 0 for row in found["rows"])
 
 
+def test_a_process_without_enough_memory_costs_its_own_number_alone(tmp_path, monkeypatch):
+    def killed_for_kvm(function, name, *args):
+        if name == "kvm-fixed":
+            raise BrokenProcessPool("A process was terminated abruptly")
+        return function(name, *args)
+
+    monkeypatch.setattr(speed, "in_own_process", killed_for_kvm)
+    models = chosen("llama", "kvm-fixed", "kvm-sqrt")
+    train = run("train", tmp_path, *models, "--tokens", "40", "--rounds", "1")
+    assert [(row["model"], row["added_bytes"] is None) for row in train["rows"]] == [
+        ("llama", False),
+        ("kvm-fixed", True),
+        ("kvm-sqrt", False),
+    ]
+    assert all(row["seconds"]["median"] > 0 for row in train["rows"])
+    memory = run("memory", tmp_path, *models, "--tokens", "40")
+    assert [row["model"] for row in memory["rows"]] == ["llama", "kvm-sqrt"]
+    result = CliRunner().invoke(speed.app, ["memory", *chosen("kvm-fixed"), "--tokens", "40"])
+    assert result.exit_code == 1 and "could not be measured" in result.output
+
+
 def test_folded_chunks_give_what_chunk_by_chunk_gives(tmp_path):
     for state in (0, 7):
         chunks = folding.make_chunks(3, state, heads=2, dim=8, dtype=torch.float64, device="cpu")
@@ -125,6 +147,17 @@ def test_a_profile_says_where_the_time_goes(tmp_path):
     for name, kinds in found["seconds"].items():
         assert kinds["linear layers"] > 0 and (kinds["attention"] > 0) == (name != "floor")
         assert (kinds["looking up rows"] > 0) == name.startswith("kvm")
+
+
+def test_a_profile_may_be_that_of_a_training_step(tmp_path):
+    result = CliRunner().invoke(
+        speed.app,
+        ["profile", "--training", *chosen("floor", "kvm-sqrt"), "--tokens", "400", "--output", str(tmp_path)],
+    )
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "profile-training.json").read_text())["seconds"]
+    assert found["floor"]["attention"] == 0 < found["kvm-sqrt"]["attention"]
+    assert (tmp_path / "profile-training.png").stat().st_size > 5_000
 
 
 def test_training_may_be_measured_with_fewer_layers(tmp_path):
