@@ -219,6 +219,14 @@ class KVMStateLayerNorm(nn.LayerNorm):
         return nn.functional.layer_norm(keys, self.normalized_shape, weight, bias, self.eps)
 
 
+class LearnedOfState(NamedTuple):
+    """What is learned of how a layer keeps its state and attends to it; None of what it lacks."""
+
+    state_norm: Callable[[torch.Tensor], torch.Tensor] | None
+    state_temperature: torch.Tensor | None  # [G]
+    window_temperature: torch.Tensor | None  # [G]
+
+
 class KVMAttention(KVMDotProductAttention):
     """Attention over a block sliding window and a state of key-value means, in one softmax."""
 
@@ -246,11 +254,11 @@ class KVMAttention(KVMDotProductAttention):
             return SinkKeys()
         return PositionalKeys(rotary.rotate if self.use_rope else lambda keys, positions, inverse: keys)
 
-    def _learned(self) -> "LearnedOfState":
+    def _learned(self) -> LearnedOfState:
         return LearnedOfState(*(getattr(self, name, None) for name in LearnedOfState._fields))
 
     def _step(
-        self, query, gates, positions, learned: "LearnedOfState", *, rotary, dropout, masks, padding=None, choose=choose
+        self, query, gates, positions, learned: LearnedOfState, *, rotary, dropout, masks, padding=None, choose=choose
     ) -> KVMStep:
         """One call's tokens as a cache layer takes them.
 
@@ -370,14 +378,6 @@ class KVMAttention(KVMDotProductAttention):
 
         given = (key, value, query, gates, learned.state_temperature, learned.window_temperature, *of_norm.values())
         return replayed(attend_to_all, *given, draws=self.training and self.attention_dropout > 0)
-
-
-class LearnedOfState(NamedTuple):
-    """What is learned of how a layer keeps its state and attends to it; None of what it lacks."""
-
-    state_norm: Callable[[torch.Tensor], torch.Tensor] | None
-    state_temperature: torch.Tensor | None  # [G]
-    window_temperature: torch.Tensor | None  # [G]
 
 
 def _within_function_transform() -> bool:

@@ -10,8 +10,9 @@ from small_models import HALF, make_model, random_ids
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvm_hf import KVMCache, KVMConfig, modeling_kvm, state_kvm
+from kvm_hf import KVMCache, KVMConfig, state_kvm
 from kvm_hf.cache_kvm import KVMLayer
+from kvm_hf.replay_kvm import replayed
 
 C, L = 4, 8
 SDPA = "_scaled_dot_product_flash_attention_for_cpu"
@@ -166,7 +167,9 @@ def test_what_is_computed_again_is_what_was_computed(fields, settings):
 
 
 def test_what_is_computed_again_is_computed_under_the_same_autocast():
-    model = make_model(rope_parameters=HALF, dtype=torch.float32)
+    model = make_model(
+        rope_parameters=HALF, dtype=torch.float32, use_qk_norm=True
+    )  # its keys are in float32 all the same
     ids = random_ids(model, 40)
     kept, computed = (gradients(model, ids, again, precision=torch.bfloat16) for again in (False, True))
     precise = gradients(model, ids, True)
@@ -177,14 +180,22 @@ def test_what_is_computed_again_is_computed_under_the_same_autocast():
 def test_rows_are_looked_up_once_in_a_training_step(monkeypatch):
     model, calls = make_model(num_hidden_layers=1, rope_parameters=HALF).train(), []
 
+    choose = state_kvm._choose
+
     def counted(*args):
         calls.append(1)
-        return state_kvm.choose(*args)
+        return choose(*args)
 
-    monkeypatch.setattr(modeling_kvm, "choose", counted)
+    monkeypatch.setattr(state_kvm, "_choose", counted)
     ids = random_ids(model, 40)
     model(ids, labels=ids, use_cache=False).loss.backward()
     assert len(calls) == 40 / C - 3  # the first two chunks fill the window, the third founds the state
+
+
+def test_what_is_given_to_a_replay_may_depend_on_something_else_that_is_given():
+    number = torch.tensor(3.0, requires_grad=True)
+    replayed(lambda one, other: one * other, number, 2 * number, draws=False).backward()
+    assert number.grad == 12
 
 
 def test_functional_gradients_are_those_of_autograd():
