@@ -315,7 +315,7 @@ def absorb(
     whole = room or state
     index = _flat(row, whole.rows)
     for total, part in zip(whole, tokens):
-        _flat_rows(total).index_add_(0, index, _flat_rows(part))
+        _own_flat_rows(total).index_add_(0, index, _flat_rows(part))
     if room is None:
         state = state.first(max(after))
     return Absorbed(state, after, row)
@@ -387,12 +387,17 @@ def _rows_at(tensors: tuple[torch.Tensor, ...], index: torch.Tensor) -> list[tor
 def put_rows(tensor: torch.Tensor, index: torch.Tensor, rows: torch.Tensor) -> None:
     """Writes `rows` `[B, G, c, d]` over the rows `index` `[B, G, c]` of a contiguous `[B, G, M, d]`; rows that are named twice
     must be given twice alike."""
-    _flat_rows(tensor).index_copy_(0, _flat(index, tensor.shape[2]), _flat_rows(rows))
+    _own_flat_rows(tensor).index_copy_(0, _flat(index, tensor.shape[2]), _flat_rows(rows))
 
 
 def _flat_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """`[B, G, M, d]` as `[B * G * M, d]`; of a contiguous tensor, the same memory."""
+    """`[B, G, M, d]` as `[B * G * M, d]`."""
     return tensor.flatten(0, 2)
+
+
+def _own_flat_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """The same to write to: where this could only be a copy, PyTorch raises, and nothing is lost in silence."""
+    return tensor.view(-1, tensor.shape[-1])
 
 
 def _flat(index: torch.Tensor, rows: int) -> torch.Tensor:

@@ -149,12 +149,15 @@ def test_a_profile_says_where_the_time_goes(tmp_path):
         assert (kinds["looking up rows"] > 0) == name.startswith("kvm")
 
 
-def test_a_profile_may_be_that_of_a_training_step(tmp_path):
+def test_a_profile_may_be_that_of_a_training_step(tmp_path, monkeypatch):
+    steps = []
+    monkeypatch.setattr(speed, "train_step", lambda *args: steps.append(tasks.train_step(*args)))
     result = CliRunner().invoke(
         speed.app,
         ["profile", "--training", *chosen("floor", "kvm-sqrt"), "--tokens", "400", "--output", str(tmp_path)],
     )
     assert result.exit_code == 0, result.output
+    assert len(steps) == 4  # of each model, one to warm up
     found = json.loads((tmp_path / "profile-training.json").read_text())["seconds"]
     assert found["floor"]["attention"] == 0 < found["kvm-sqrt"]["attention"]
     assert (tmp_path / "profile-training.png").stat().st_size > 5_000
