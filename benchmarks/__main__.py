@@ -345,7 +345,7 @@ def _cells(models: list[str] | None, lengths: list[int]) -> list[tuple[str, int]
 
 def check_device(name: str) -> str:
     try:
-        torch.empty(0, device=name)
+        torch.empty(0, device=name).cpu()  # "meta" gives nothing back
     except (RuntimeError, AssertionError) as error:
         raise typer.BadParameter(f"{name}: {str(error).splitlines()[0]}") from error
     return name

@@ -636,7 +636,7 @@ def _facts(report: dict, recipe: Recipe) -> dict:
     options, before, after = report["options"], report["before"], report["after"]
     pieces = options["batch_size"] * options["accumulate"]
     steps = [
-        f"{count} steps of {name}"
+        f"{count} {'step' if count == 1 else 'steps'} of {name}"
         for name, count in ((TRANSFER, options["transfer_steps"]), (DISTILL, options["steps"]))
         if count
     ]

@@ -429,7 +429,7 @@ def find_device(choice: str) -> torch.device:
         choice = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(choice)
-        torch.empty(0, device=device)
+        torch.empty(0, device=device).cpu()  # "meta" gives nothing back
         return device
     except (RuntimeError, AssertionError) as error:
         raise RetrofitError(f"The device {choice!r} cannot be used: {error}") from error

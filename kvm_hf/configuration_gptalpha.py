@@ -9,7 +9,7 @@ import math
 from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
 
-from .configuration_kvm import at_least, check_layer_types, check_state, default_head_dim, one_of
+from .configuration_kvm import ATTENTION_TP_PLAN, at_least, check_layer_types, check_state, default_head_dim, one_of
 
 LAYER_TYPES = ("kvm_attention", "full_attention", "sliding_attention", "block_sliding_attention")
 VALUE_RESIDUALS = ("gated", "linear", "none")
@@ -63,6 +63,15 @@ class GPTAlphaConfig(PreTrainedConfig):
 
     model_type = "kvm_gptalpha"
     keys_to_ignore_at_inference = ["past_key_values", "cache"]
+    base_model_tp_plan = ATTENTION_TP_PLAN | {
+        "layers.*.self_attn.value_gate.up": "colwise",
+        "layers.*.self_attn.value_gate.bias": "colwise",
+        "layers.*.self_attn.shift_q": "colwise",
+        "layers.*.self_attn.shift_k": "colwise",
+        "layers.*.self_attn.shift_v": "colwise",
+        "layers.*.mlp.up_proj": "colwise",
+        "layers.*.mlp.down_proj": "rowwise",
+    }
 
     vocab_size: int = 50304
     hidden_size: int = 768

@@ -27,6 +27,7 @@ from .modeling_kvm import (
     KVMPreTrainedModel,
     KVMRotaryEmbedding,
     apply_rotary,
+    of_this_process,
 )
 from .shift_kvm import TokenShiftLayer
 
@@ -52,7 +53,7 @@ class GPTAlphaValueGate(nn.Module):
         self.bias = nn.Parameter(torch.zeros(width))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return torch.sigmoid(self.bias + self.up(self.down(hidden)))
+        return torch.sigmoid(of_this_process(self.bias, self.up) + self.up(self.down(hidden)))
 
 
 class GPTAlphaProjections:
@@ -67,7 +68,7 @@ class GPTAlphaProjections:
         if self.value_residual == "gated":
             self.value_gate = GPTAlphaValueGate(config)
         elif self.value_residual == "linear":
-            self.value_mix = nn.Parameter(torch.zeros(()))
+            self.value_mix = nn.Parameter(torch.zeros(1))  # FSDP2 takes no scalars
         self.token_shift = config.token_shift_attention
         if self.token_shift:
             self.shift_q, self.shift_k, self.shift_v = (nn.Parameter(torch.zeros(width)) for _ in range(3))
@@ -83,10 +84,12 @@ class GPTAlphaProjections:
         if self.value_residual == "gated":
             value = value + (first_value - value) * self.value_gate(hidden)
         elif self.value_residual == "linear":
-            value = (1 - self.value_mix) * value + self.value_mix * first_value
+            mix = of_this_process(self.value_mix, self.v_proj)
+            value = (1 - mix) * value + mix * first_value
         if self.token_shift:
             flat = torch.cat([query, key, value], dim=-1)
-            mix = torch.cat([self.shift_q, self.shift_k, self.shift_v])
+            shifts = (self.shift_q, self.shift_k, self.shift_v)
+            mix = torch.cat([of_this_process(part, self.q_proj) for part in shifts])
             query, key, value = (flat + mix * (shift(flat) - flat)).chunk(3, dim=-1)
         shape = (*hidden.shape[:-1], -1, self.head_dim)
         query, key = self.q_norm(query.view(shape)).transpose(1, 2), self.k_norm(key.view(shape)).transpose(1, 2)

@@ -7,6 +7,7 @@ of transformers' model files: norm, RoPE, MLP, attention, layer, model, heads.
 Depends on `configuration_kvm`, `state_kvm`, `attention_kvm`, `cache_kvm` and `replay_kvm` beside it, and on transformers.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import fields
 from functools import partial, wraps
@@ -211,6 +212,26 @@ class KVMDotProductAttention(nn.Module):
         return self.o_proj(output.flatten(2)), None
 
 
+def mesh_of(projection: nn.Module):
+    """The processes among which a layer's heads are cut (tensor parallelism), told by one of its projections; None if they are
+    not."""
+    return getattr(getattr(projection, "weight", None), "device_mesh", None)
+
+
+def of_this_process(parameter: torch.Tensor, projection: nn.Module) -> torch.Tensor:
+    """A parameter as a process takes it that has some of a layer's heads: its part of what is cut between heads; of what they
+    share the whole, whose gradients from all processes are added up."""
+    if hasattr(parameter, "device_mesh"):
+        return parameter.to_local()
+    mesh = mesh_of(projection)
+    if mesh is None:
+        return parameter
+    from torch.distributed.tensor import DTensor, Partial, Replicate  # not every build of PyTorch has it
+
+    whole = DTensor.from_local(parameter, mesh, [Replicate()], run_check=False)
+    return whole.to_local(grad_placements=[Partial()])
+
+
 class KVMStateLayerNorm(nn.LayerNorm):
     """LayerNorm over memory keys, in the precision of the state whatever the model's dtype."""
 
@@ -255,7 +276,18 @@ class KVMAttention(KVMDotProductAttention):
         return PositionalKeys(rotary.rotate if self.use_rope else lambda keys, positions, inverse: keys)
 
     def _learned(self) -> LearnedOfState:
-        return LearnedOfState(*(getattr(self, name, None) for name in LearnedOfState._fields))
+        norm, temperatures = getattr(self, "state_norm", None), (None, None)
+        if norm is not None and mesh_of(self.q_proj) is not None:
+            norm = partial(functional_call, norm, self._norm_parameters())
+        if self.has_temperatures:
+            temperatures = (
+                of_this_process(part, self.q_proj) for part in (self.state_temperature, self.window_temperature)
+            )
+        return LearnedOfState(norm, *temperatures)
+
+    def _norm_parameters(self) -> dict[str, torch.Tensor]:
+        named = self.state_norm.named_parameters() if hasattr(self, "state_norm") else ()
+        return {name: of_this_process(parameter, self.q_proj) for name, parameter in named}
 
     def _step(
         self, query, gates, positions, learned: LearnedOfState, *, rotary, dropout, masks, padding=None, choose=choose
@@ -311,17 +343,17 @@ class KVMAttention(KVMDotProductAttention):
         output = output.flatten(2)
         output = self.o_proj(output if padding is None else padding.restore(output))
         if self.training and torch.is_grad_enabled():
-            output = output + self._nothing().to(output)
+            output = output + self._nothing(gates, output)
         return output, None
 
-    def _nothing(self) -> torch.Tensor:
+    def _nothing(self, gates: torch.Tensor | None, output: torch.Tensor) -> torch.Tensor:
         """Zero, from every parameter that only a state uses: sequences within the window have none, and processes that train
         together (DDP) wait for the gradient of each parameter."""
-        nothing = self.o_proj.weight.new_zeros(())
-        for name in ("merge_gate", "state_norm"):
-            for parameter in getattr(self, name).parameters() if hasattr(self, name) else ():
-                nothing = nothing + 0 * parameter.sum()
-        return nothing + 0 * self.state_temperature.sum() if self.has_temperatures else nothing
+        unused = [] if gates is None else [gates[:, :, :1]]
+        unused += self._norm_parameters().values()
+        if self.has_temperatures:
+            unused.append(of_this_process(self.state_temperature, self.q_proj))
+        return sum(((0 * part).sum().to(output) for part in unused), output.new_zeros(()))
 
     @torch.compiler.disable  # as `KVMLayer.update`
     def _without_cache(self, key, value, query, gates, positions, sequences: list[list[slice]], make_step):
@@ -359,15 +391,16 @@ class KVMAttention(KVMDotProductAttention):
             return attend_alone(key, value, make_step(query, gates, positions, learned))
 
         # With the parameters of now, which may be others by then (`torch.func.functional_call`), and the same choices.
-        norm, choices = learned.state_norm, []
-        of_norm = {} if norm is None else dict(norm.named_parameters())
+        of_norm, choices = self._norm_parameters(), []
 
         def choose_and_remember(*given):
             choices.append(choose(*given))
             return choices[-1]
 
         def attend_to_all(key, value, query, gates, state_temperature, window_temperature, *of_norm_again):
-            norm_again = partial(functional_call, norm, dict(zip(of_norm, of_norm_again)))
+            norm_again = None
+            if of_norm:
+                norm_again = partial(functional_call, self.state_norm, dict(zip(of_norm, of_norm_again)))
             make = partial(
                 make_step, query, gates, positions, LearnedOfState(norm_again, state_temperature, window_temperature)
             )
@@ -452,6 +485,22 @@ class KVMPreTrainedModel(PreTrainedModel):
         config.validate()  # it may have been edited since it was made
         super().__init__(config, *args, **kwargs)
         self._made_with_cache = config.use_cache
+
+    @classmethod
+    def maybe_distribute_model(cls, model, distributed_config, *args, **kwargs):
+        """As in transformers, which cuts a model here before any weight is read; without rules for what the model lacks, of
+        which it would warn."""
+        size = getattr(distributed_config, "tp_size", None) or 1
+        if model.config.num_key_value_heads % size:
+            raise ValueError(
+                f"`tp_size` {size} does not divide the {model.config.num_key_value_heads} key/value heads, between which tensor "
+                f"parallelism cuts a layer. Use one that does, or `DistributedConfig(fsdp_size={size})`."
+            )
+        if size > 1:
+            parts = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
+            names = {re.sub(r"\.\d+\.", ".*.", name) for name in parts}
+            model._tp_plan = {rule: style for rule, style in model._tp_plan.items() if rule in names}
+        return super().maybe_distribute_model(model, distributed_config, *args, **kwargs)
 
     def _initialize_weights(self, module, is_custom_code: bool = False):
         """Never as custom code, of which transformers passes over modules that have no parameters of their own.
@@ -670,6 +719,8 @@ class KVMForCausalLM(KVMPreTrainedModel, GenerationMixin):
     """KVM model with a language modelling head."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tp_plan = {"lm_head": "colwise_gather_output"}
+    _fsdp_plan = {"lm_head": "keep_full_weight"}
     model_class = KVMModel
 
     def __init__(self, config: KVMConfig):

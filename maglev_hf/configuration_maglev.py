@@ -10,6 +10,16 @@ MEMORY_INJECTIONS = ("kv", "residual", "cross_attention", "none")
 ROLLOUTS = ("sequential", "fixed_point", "teacher_forced")
 # Types of RoPE with constant frequencies: a cached key is never turned again.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+# Tensor parallelism cuts the layers of either stack between heads. Rules for what a model lacks are passed over.
+LAYER_TP_PLAN = {
+    "layers.*.self_attn.q_proj": "colwise",
+    "layers.*.self_attn.k_proj": "colwise",
+    "layers.*.self_attn.v_proj": "colwise",
+    "layers.*.self_attn.o_proj": "rowwise",
+    "layers.*.mlp.gate_proj": "colwise",
+    "layers.*.mlp.up_proj": "colwise",
+    "layers.*.mlp.down_proj": "rowwise",
+}
 
 
 @strict
@@ -50,6 +60,14 @@ class MaglevConfig(PreTrainedConfig):
 
     model_type = "maglev"
     keys_to_ignore_at_inference = ["past_key_values", "cache", "ce_loss", "consistency_loss"]
+    # What a layer makes of a memory is cut likewise; the memory is whole everywhere.
+    base_model_tp_plan = LAYER_TP_PLAN | {
+        "layers.*.self_attn.memory.k_proj": "colwise",
+        "layers.*.self_attn.memory.v_proj": "colwise",
+        "layers.*.self_attn.memory.k_norm": "replicated_with_grad_allreduce",
+        "layers.*.self_attn.memory.local_gate": "colwise",
+        "layers.*.self_attn.memory.memory_gate": "colwise",
+    }
 
     vocab_size: int = 65536
     hidden_size: int = 1280

@@ -9,6 +9,7 @@ Depends on `configuration_maglev`, `inputs_maglev`, `cache_maglev` and `rollout_
 
 import copy
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import wraps
@@ -29,7 +30,7 @@ from transformers.utils import can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 
 from .cache_maglev import MaglevCache, add_memory, check_cache, part_of, restore, snapshot
-from .configuration_maglev import ROLLOUTS, MaglevConfig
+from .configuration_maglev import LAYER_TP_PLAN, ROLLOUTS, MaglevConfig
 from .inputs_maglev import MaglevInputs, read_inputs
 from .padding_maglev import items_within_sequences, labels_within_sequences
 from .rollout_maglev import Rollout, fixed_point, sequential
@@ -318,6 +319,22 @@ class MaglevPreTrainedModel(PreTrainedModel):
         super().__init__(config, *args, **kwargs)
         self._made_with_cache = config.use_cache
 
+    @classmethod
+    def maybe_distribute_model(cls, model, distributed_config, *args, **kwargs):
+        """As in transformers, which cuts a model here before any weight is read; without rules for what the model lacks, of
+        which it would warn."""
+        size = getattr(distributed_config, "tp_size", None) or 1
+        if model.config.num_key_value_heads % size:
+            raise ValueError(
+                f"`tp_size` {size} does not divide the {model.config.num_key_value_heads} key/value heads, between which tensor "
+                f"parallelism cuts a layer. Use one that does, or `DistributedConfig(fsdp_size={size})`."
+            )
+        if size > 1:
+            parts = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
+            names = {re.sub(r"\.\d+\.", ".*.", name) for name in parts}
+            model._tp_plan = {rule: style for rule, style in model._tp_plan.items() if rule in names}
+        return super().maybe_distribute_model(model, distributed_config, *args, **kwargs)
+
     def _initialize_weights(self, module, is_custom_code: bool = False):
         """Never as custom code, of which transformers passes over modules that have no parameters of their own.
         `_init_weights` leaves alone what a checkpoint brought."""
@@ -364,6 +381,7 @@ class MaglevPrefiller(nn.Module):
         super().__init__()
         self.config = config
         if not config.share_prefiller:
+            self._tp_plan, self._fsdp_plan = dict(LAYER_TP_PLAN), {"layers.*": "free_full_weight"}
             self.layers = nn.ModuleList(
                 MaglevDecoderLayer(config, index, reads_memory=False) for index in range(config.num_hidden_layers)
             )
@@ -660,6 +678,8 @@ class MaglevForCausalLM(MaglevPreTrainedModel, GenerationMixin):
     leaves the prefiller out."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tp_plan = {"lm_head": "colwise_gather_output"}
+    _fsdp_plan = {"lm_head": "keep_full_weight"}
     _keys_to_ignore_on_load_unexpected = [r"^prefiller\."]
 
     def __init__(self, config: MaglevConfig):

@@ -131,6 +131,7 @@ def test_an_interrupted_run_goes_on_where_it_was(pair, monkeypatch):
         (VerifyOptions(tokens=60, needle_tokens=(20,)), "leaves nothing beyond"),
         (VerifyOptions(tokens=60, dtype="int3"), "int3"),
         (VerifyOptions(tokens=60, needles=0, device="foo"), "foo"),
+        (VerifyOptions(tokens=60, needles=0, device="meta"), "meta"),
         (VerifyOptions(tokens=60, pieces=0), "pieces"),
         (VerifyOptions(tokens=60, needles=-1), "needles"),
     ],

@@ -196,6 +196,7 @@ def _needs_much():
         (["--model", "gpt"], "known are"),
         (["--tokens", "1"], "must be 2 or more"),
         (["--device", "gpu"], "gpu"),
+        (["--device", "meta"], "meta"),
         (["--output", __file__], "is a file"),
         (["--output", f"{__file__}/x"], "cannot be made"),
         (["--model", "maglev-sequential", "--tokens", "2048"], "leave nothing"),

@@ -1,17 +1,23 @@
-"""Two processes (gloo, CPU) train like one, through Trainer, with uneven numbers of labels and tokens; FSDP2 likewise."""
+"""Two processes (gloo, CPU) train like one, through Trainer, with uneven numbers of labels and tokens; and models that are cut
+between them, by transformers' tensor-parallel and FSDP2 plans, are the same models."""
 
 import os
+import re
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from small_training import FAMILIES, arguments_for, make_rows, pad, parameters_of
 from test_accumulation import TOLERANCE, TRAINERS, error
+from transformers.distributed.configuration_utils import DistributedConfig
 
-# In the order in which two processes see them, one row each at a time.
-WORKER = """
+from kvm_hf import KVMConfig, KVMForCausalLM
+from maglev_hf import MaglevConfig, MaglevForCausalLM
+
+START = """
 import sys
 sys.path[:0] = {paths!r}
 import torch
@@ -21,6 +27,15 @@ from test_accumulation import TRAINERS
 
 rank, folder = int(sys.argv[1]), sys.argv[2]
 steps = {{}}
+"""
+END = """
+if rank == 0:
+    torch.save(steps, folder + "/steps.pt")
+torch.distributed.barrier()
+torch.distributed.destroy_process_group()
+"""
+# In the order in which two processes see them, one row each at a time.
+TRAINING = """
 for family in FAMILIES:
     for checkpointing in (False, True):
         model = FAMILIES[family]()
@@ -32,33 +47,65 @@ for family in FAMILIES:
         trainer.train()
         logged = next(entry for entry in trainer.state.log_history if "loss" in entry)
         for name, tensor in parameters_of(model).items():
-            steps[f"{{family}} {{checkpointing}} {{name}}"] = tensor - before[name]
-        steps[f"{{family}} {{checkpointing}} loss"] = torch.tensor(logged["loss"])
-
-from torch.distributed.fsdp import fully_shard
-
-for family in FAMILIES:
-    model = FAMILIES[family]()
-    for layer in model.model.layers:
-        fully_shard(layer)
-    fully_shard(model)
-    batch = pad("left")(make_rows()[2 * rank : 2 * rank + 2])
-    model(**batch).loss.backward()
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None:
-            steps[f"{{family}} fsdp {{name}}"] = parameter.grad.full_tensor()
-if rank == 0:
-    torch.save(steps, folder + "/steps.pt")
-torch.distributed.barrier()
-torch.distributed.destroy_process_group()
+            steps[f"{family} {checkpointing} {name}"] = tensor - before[name]
+        steps[f"{family} {checkpointing} loss"] = torch.tensor(logged["loss"])
 """
+SHARDED = """
+import logging
+from transformers.distributed.configuration_utils import DistributedConfig
+from transformers.utils import logging as transformers_logging
+
+warnings = []
+handler = logging.Handler()
+handler.emit = lambda record: warnings.append(record.getMessage())
+transformers_logging.get_logger().addHandler(handler)
+
+torch.distributed.init_process_group("gloo")
+for name, family in {cases!r}:
+    model_class = type(FAMILIES[family]())
+    for kind in ("tp", "fsdp"):
+        model = model_class.from_pretrained(folder + "/" + name, distributed_config=DistributedConfig(**{{kind + "_size": 2}}))
+        rows = make_rows()[:4]
+        batch = pad("left")(rows if kind == "tp" else rows[2 * rank : 2 * rank + 2])
+        for checkpointing in (False, True):
+            if checkpointing:
+                model.gradient_checkpointing_enable()
+            output = model.train()(**batch, use_cache=False)
+            output.loss.backward()
+            for parameter_name, parameter in model.named_parameters():
+                # All processes ask for all of them, in one order.
+                if (gradient := parameter.grad) is not None:
+                    whole = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+                    steps[f"{{name}} {{kind}} {{checkpointing}} {{parameter_name}}"] = whole.clone()
+            model.zero_grad()
+        steps[f"{{name}} {{kind}} logits"] = output.logits.detach()
+        if kind == "tp":
+            steps[f"{{name}} tp cut"] = sorted(n for n, p in model.named_parameters() if hasattr(p, "device_mesh"))
+            steps[f"{{name}} tp tokens"] = model.eval().generate(
+                batch["input_ids"], attention_mask=batch["attention_mask"], max_new_tokens=12, do_sample=False
+            )
+            model.save_pretrained(folder + "/" + name + "-again")
+steps["warnings"] = [text for text in warnings if "match nothing" in text or "not applied" in text]
+"""
+# What may be cut: gates, temperatures and a norm of all heads; keys and queries with norms; token shift and value residual of both
+# kinds; memories in keys and values, and beside them, with a prefiller of its own.
+CASES = {
+    "kvm": ("llama", {}),
+    "kvm-qk-norm": ("llama", dict(use_qk_norm=True, tie_word_embeddings=True)),
+    "kvm-positional": ("llama", dict(rope_parameters=None, state_treatment="positional", region_temperatures=False)),
+    "gptalpha": ("gptalpha", {}),
+    "gptalpha-linear": ("gptalpha", dict(value_residual="linear")),
+    "maglev": ("maglev", {}),
+    "maglev-cross": ("maglev", dict(memory_injection="cross_attention", share_prefiller=False, gated_mlp=True)),
+}
 
 
-def test_two_processes_train_like_one(tmp_path):
+def run_two(tmp_path, work: str) -> dict[str, torch.Tensor]:
+    """What the first of two processes found."""
     folder = Path(__file__).parent
     paths = [str(part) for part in (folder, folder.parent, folder.parent / "maglev", folder.parents[1])]
     script = tmp_path / "worker.py"
-    script.write_text(WORKER.format(paths=paths))
+    script.write_text(START.format(paths=paths) + work + END)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -75,11 +122,15 @@ def test_two_processes_train_like_one(tmp_path):
     for worker in workers:
         output, _ = worker.communicate(timeout=240)
         assert worker.returncode == 0, output.decode()
-    steps = torch.load(tmp_path / "steps.pt")
+    return torch.load(tmp_path / "steps.pt")
 
-    def of(prefix):
-        return {name.removeprefix(prefix): step for name, step in steps.items() if name.startswith(prefix)}
 
+def of(steps, prefix):
+    return {name.removeprefix(prefix): step for name, step in steps.items() if name.startswith(prefix)}
+
+
+def test_two_processes_train_like_one(tmp_path):
+    steps = run_two(tmp_path, TRAINING)
     for family in FAMILIES:
         model = FAMILIES[family]()
         before = parameters_of(model)
@@ -89,16 +140,60 @@ def test_two_processes_train_like_one(tmp_path):
         loss = next(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
         alone = {name: tensor - before[name] for name, tensor in parameters_of(model).items()}
         for checkpointing in (False, True):
-            together = of(f"{family} {checkpointing} ")
+            together = of(steps, f"{family} {checkpointing} ")
             assert abs(together.pop("loss") - loss) < 1e-4  # of about 5, in float32
             assert together.keys() == alone.keys()
             assert error(together, alone) < TOLERANCE, (family, checkpointing)
 
-        # FSDP2 takes the mean of the two processes' gradients.
-        model = FAMILIES[family]()
-        for rows in (make_rows()[:2], make_rows()[2:4]):
-            (model(**pad("left")(rows)).loss / 2).backward()
-        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        sharded = of(f"{family} fsdp ")
-        assert sharded.keys() == gradients.keys()
-        assert error(sharded, gradients) < TOLERANCE, family
+
+def test_models_cut_between_two_processes_are_the_same_models(tmp_path):
+    models = {}
+    for name, (family, fields) in CASES.items():
+        fields = {"vocab_size": 62, **fields}  # transformers 5.17 cuts even vocabularies only
+        model = FAMILIES[family](**fields).double()
+        model.save_pretrained(tmp_path / name)
+        models[name] = type(model).from_pretrained(tmp_path / name).train()
+    steps = run_two(tmp_path, SHARDED.format(cases=[(name, family) for name, (family, _) in CASES.items()]))
+    assert steps["warnings"] == []
+    for name, model in models.items():
+        batch = pad("left")(make_rows()[:4])
+        output = model(**batch, use_cache=False)
+        output.loss.backward()
+        gradients = {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
+        assert error({"logits": steps[f"{name} tp logits"]}, {"logits": output.logits}) < 1e-9, name
+        for checkpointing in (False, True):
+            cut = of(steps, f"{name} tp {checkpointing} ")
+            assert cut.keys() == gradients.keys()
+            assert error(cut, gradients) < 1e-9, name
+
+        model.zero_grad()
+        for rows in (make_rows()[:2], make_rows()[2:4]):  # FSDP2 takes the mean of the two processes' gradients
+            (model(**pad("left")(rows), use_cache=False).loss / 2).backward()
+        gradients = {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
+        for checkpointing in (False, True):
+            sharded = of(steps, f"{name} fsdp {checkpointing} ")
+            assert sharded.keys() == gradients.keys()
+            assert error(sharded, gradients) < 1e-9, name
+
+        whole = {key for key, _ in model.named_parameters()} - set(steps[f"{name} tp cut"])
+        # (transformers 5.17 leaves embeddings whole.)
+        shared = "norm|embed_tokens|scale|lambdas|skip_weights|value_mix|value_gate.down|mlp.shift$"
+        assert all(re.search(shared, key) for key in whole), (name, whole)
+
+        ids, mask = batch["input_ids"], batch["attention_mask"]
+        alone = model.eval().generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False)
+        assert torch.equal(steps[f"{name} tp tokens"], alone), name
+        again = type(model).from_pretrained(tmp_path / f"{name}-again")
+        assert all(torch.equal(one, two) for one, two in zip(again.parameters(), model.parameters())), name
+
+
+def test_heads_that_cannot_be_shared_out_are_refused(tmp_path):
+    """Before any weight is read."""
+    for model_class, config in (
+        (KVMForCausalLM, KVMConfig(hidden_size=24, num_attention_heads=3, num_hidden_layers=1)),
+        (MaglevForCausalLM, MaglevConfig(hidden_size=24, num_attention_heads=3, num_hidden_layers=1)),
+    ):
+        with torch.device("meta"):
+            model = model_class(config)
+        with pytest.raises(ValueError, match="`tp_size` 2 does not divide the 3 key/value heads"):
+            model_class.maybe_distribute_model(model, DistributedConfig(tp_size=2), None)
