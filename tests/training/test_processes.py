@@ -187,7 +187,7 @@ def test_models_cut_between_two_processes_are_the_same_models(tmp_path):
         assert all(torch.equal(one, two) for one, two in zip(again.parameters(), model.parameters())), name
 
 
-def test_heads_that_cannot_be_shared_out_are_refused(tmp_path):
+def test_heads_that_cannot_be_shared_out_are_refused():
     """Before any weight is read."""
     for model_class, config in (
         (KVMForCausalLM, KVMConfig(hidden_size=24, num_attention_heads=3, num_hidden_layers=1)),
