@@ -16,15 +16,13 @@ STATE_BUDGETS = ("fixed", "power_law", "saturation")
 STATE_TREATMENTS = ("normalized", "positional")
 # Types of RoPE with constant frequencies: where they change with the length, a key could not be turned back later.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-# Tensor parallelism cuts a layer between heads, and with them what a KVM layer has per key/value head. `state_norm`, which all
-# heads share, is whole everywhere (`modeling_kvm.of_this_process`). Rules for what a model lacks are passed over.
+# Tensor parallelism cuts a layer between heads, and with them what a KVM layer has per key/value head. Norms, which all heads share,
+# are whole everywhere (`parallel_kvm`). Rules for what a model lacks are passed over.
 ATTENTION_TP_PLAN = {
     "layers.*.self_attn.q_proj": "colwise",
     "layers.*.self_attn.k_proj": "colwise",
     "layers.*.self_attn.v_proj": "colwise",
     "layers.*.self_attn.o_proj": "rowwise",
-    "layers.*.self_attn.q_norm": "replicated_with_grad_allreduce",
-    "layers.*.self_attn.k_norm": "replicated_with_grad_allreduce",
     "layers.*.self_attn.merge_gate": "colwise",
     "layers.*.self_attn.state_temperature": "colwise",
     "layers.*.self_attn.window_temperature": "colwise",

@@ -1,7 +1,7 @@
 """What every cache layer of ours can do with its sequences: choose, repeat, copy and move them, and refuse a `crop`;
 and what a cache of such layers can do as a whole: be rewound, copied, measured, and saved.
 
-Depends on `padding_kvm` and on transformers' cache protocol.
+Depends on `padding_kvm`, `parallel_kvm` and on transformers' cache protocol.
 """
 
 import copy
@@ -19,6 +19,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin, DynamicCache
 
 from .padding_kvm import Padding
+from .parallel_kvm import tp_size_of
 
 # A saved cache: its file, the version of its format, and what a layer's file entry says beside its tensors.
 CACHE_FILE = "cache.safetensors"
@@ -177,6 +178,7 @@ class SequencesCache(DynamicCache):
                 f"`{type(self).__name__}` takes the config of its kind of model, `model.config`, got {type(config).__name__}."
             )
         super().__init__(config=config, **kwargs)
+        self.tp_size = tp_size_of(config)
         self.layers += self.further_layers(config)
         self.identity = self.identify(config)
 
@@ -258,8 +260,10 @@ class SequencesCache(DynamicCache):
         there is replaced once the new one is whole. What was recorded for `crop` is not saved.
 
         Raises:
-            ValueError: a call with the cache failed half-way, so that nobody knows what it holds.
+            ValueError: a call with the cache failed half-way, so that nobody knows what it holds; or it holds only some of the
+                heads (tensor parallelism).
         """
+        self._check_whole()
         seen = {int(layer.get_seq_length()) for layer in self.layers}
         if len(seen) > 1 or any(getattr(layer, "unfinished", False) for layer in self.layers):
             raise ValueError("An earlier call with this cache failed half-way, so it cannot be saved.")
@@ -294,7 +298,8 @@ class SequencesCache(DynamicCache):
 
         Raises:
             FileNotFoundError: there is no `cache.safetensors`.
-            ValueError: the file is damaged, not a cache, of a later version, or of another model.
+            ValueError: the file is damaged, not a cache, of a later version, or of another model; or the model is cut between
+                processes (tensor parallelism).
         """
         path = os.path.join(directory, CACHE_FILE)
         if not os.path.isfile(path):
@@ -312,6 +317,7 @@ class SequencesCache(DynamicCache):
         if facts["version"] != FILE_VERSION:
             raise ValueError(f"{path} has version {facts['version']!r} of the format; this code reads {FILE_VERSION}.")
         cache = cls(config)
+        cache._check_whole()
         names = cache.identity.keys() | facts["identity"].keys()
         other = [name for name in sorted(names) if cache.identity.get(name) != facts["identity"].get(name)]
         if other:
@@ -336,6 +342,13 @@ class SequencesCache(DynamicCache):
                 layer.lazy_initialization(held["keys"], held["values"])
                 vars(layer).update(saved | held)
         return cache
+
+    def _check_whole(self) -> None:
+        if self.tp_size > 1:
+            raise ValueError(
+                f"A cache file holds all heads, and each of {self.tp_size} processes has some of them here (tensor parallelism). "
+                "Load the model whole to write or read one; `copy.deepcopy(cache)` works in any case."
+            )
 
 
 def is_ours(layer) -> bool:

@@ -2,7 +2,7 @@
 
 Our specification, section 7, in its order: embeddings with a norm, blocks (attention with value residual, token shift and
 LayerNorms on queries and keys; an MLP of squared ReLUs with token shift), head. Depends on `configuration_gptalpha`,
-`modeling_kvm` and `shift_kvm` beside it, and on transformers.
+`modeling_kvm`, `parallel_kvm` and `shift_kvm` beside it, and on transformers.
 """
 
 from functools import partial
@@ -27,8 +27,8 @@ from .modeling_kvm import (
     KVMPreTrainedModel,
     KVMRotaryEmbedding,
     apply_rotary,
-    of_this_process,
 )
+from .parallel_kvm import of_this_process, shared_by_heads
 from .shift_kvm import TokenShiftLayer
 
 EPS = 1e-5
@@ -92,7 +92,8 @@ class GPTAlphaProjections:
             mix = torch.cat([of_this_process(part, self.q_proj) for part in shifts])
             query, key, value = (flat + mix * (shift(flat) - flat)).chunk(3, dim=-1)
         shape = (*hidden.shape[:-1], -1, self.head_dim)
-        query, key = self.q_norm(query.view(shape)).transpose(1, 2), self.k_norm(key.view(shape)).transpose(1, 2)
+        q_norm, k_norm = shared_by_heads(self.q_norm, self.q_proj), shared_by_heads(self.k_norm, self.k_proj)
+        query, key = q_norm(query.view(shape)).transpose(1, 2), k_norm(key.view(shape)).transpose(1, 2)
         if self.use_rope:
             cos, sin = (table.unsqueeze(1) for table in position_embeddings)
             query, key = apply_rotary(query, cos, sin), apply_rotary(key, cos, sin)
@@ -238,7 +239,8 @@ class GPTAlphaPreTrainedModel(KVMPreTrainedModel):
 
 def _ramp(like: torch.Tensor) -> torch.Tensor:
     """`0, 1/n, ..., (n-1)/n`."""
-    return torch.arange(like.numel(), dtype=torch.float32, device=like.device) / like.numel()
+    # Of `like`, which may be cut between processes.
+    return (torch.ones_like(like, dtype=torch.float32).cumsum(0) - 1) / like.numel()
 
 
 class GPTAlphaModel(GPTAlphaPreTrainedModel):

@@ -4,10 +4,10 @@ Parameters are named as in transformers' Llama, so that its checkpoints load; a 
 `state_norm`, `merge_gate`, `state_temperature` and `window_temperature` (specification, section 5). The order is that
 of transformers' model files: norm, RoPE, MLP, attention, layer, model, heads.
 
-Depends on `configuration_kvm`, `state_kvm`, `attention_kvm`, `cache_kvm` and `replay_kvm` beside it, and on transformers.
+Depends on `configuration_kvm`, `state_kvm`, `attention_kvm`, `cache_kvm`, `parallel_kvm` and `replay_kvm` beside it, and on
+transformers.
 """
 
-import re
 from collections.abc import Callable
 from dataclasses import fields
 from functools import partial, wraps
@@ -48,6 +48,7 @@ from .padding_kvm import (
     read_packing,
     read_padding,
 )
+from .parallel_kvm import check_plan, of_this_process, parameters_of_this_process, shared_by_heads
 from .replay_kvm import replayed
 from .state_kvm import NormalizedKeys, PositionalKeys, SinkKeys, StateRule, choose
 
@@ -178,7 +179,10 @@ class KVMDotProductAttention(nn.Module):
         key = self.k_proj(hidden).view(shape)
         value = self.v_proj(hidden).view(shape).transpose(1, 2)
         if self.use_qk_norm:
-            query, key = self.q_norm(query), self.k_norm(key)
+            query, key = (
+                shared_by_heads(self.q_norm, self.q_proj)(query),
+                shared_by_heads(self.k_norm, self.k_proj)(key),
+            )
         query, key = query.transpose(1, 2), key.transpose(1, 2)
         if self.use_rope:
             cos, sin = (table.unsqueeze(1) for table in position_embeddings)
@@ -212,26 +216,6 @@ class KVMDotProductAttention(nn.Module):
         return self.o_proj(output.flatten(2)), None
 
 
-def mesh_of(projection: nn.Module):
-    """The processes among which a layer's heads are cut (tensor parallelism), told by one of its projections; None if they are
-    not."""
-    return getattr(getattr(projection, "weight", None), "device_mesh", None)
-
-
-def of_this_process(parameter: torch.Tensor, projection: nn.Module) -> torch.Tensor:
-    """A parameter as a process takes it that has some of a layer's heads: its part of what is cut between heads; of what they
-    share the whole, whose gradients from all processes are added up."""
-    if hasattr(parameter, "device_mesh"):
-        return parameter.to_local()
-    mesh = mesh_of(projection)
-    if mesh is None:
-        return parameter
-    from torch.distributed.tensor import DTensor, Partial, Replicate  # not every build of PyTorch has it
-
-    whole = DTensor.from_local(parameter, mesh, [Replicate()], run_check=False)
-    return whole.to_local(grad_placements=[Partial()])
-
-
 class KVMStateLayerNorm(nn.LayerNorm):
     """LayerNorm over memory keys, in the precision of the state whatever the model's dtype."""
 
@@ -259,7 +243,8 @@ class KVMAttention(KVMDotProductAttention):
         self.is_gated = self.rule.gate_keys or self.rule.gate_values
         self.gradient_checkpointing = False  # transformers sets it in every module that has it
         self.has_temperatures = config.region_temperatures and self.rule.state_treatment != "sinks"
-        if self.rule.state_treatment == "normalized":
+        self.has_state_norm = self.rule.state_treatment == "normalized"
+        if self.has_state_norm:
             self.state_norm = KVMStateLayerNorm(config.head_dim, eps=1e-5)
         if self.is_gated:
             self.merge_gate = nn.Linear(config.hidden_size, heads, bias=False)
@@ -276,9 +261,9 @@ class KVMAttention(KVMDotProductAttention):
         return PositionalKeys(rotary.rotate if self.use_rope else lambda keys, positions, inverse: keys)
 
     def _learned(self) -> LearnedOfState:
-        norm, temperatures = getattr(self, "state_norm", None), (None, None)
-        if norm is not None and mesh_of(self.q_proj) is not None:
-            norm = partial(functional_call, norm, self._norm_parameters())
+        norm, temperatures = None, (None, None)
+        if self.has_state_norm:
+            norm = shared_by_heads(self.state_norm, self.q_proj)
         if self.has_temperatures:
             temperatures = (
                 of_this_process(part, self.q_proj) for part in (self.state_temperature, self.window_temperature)
@@ -286,8 +271,7 @@ class KVMAttention(KVMDotProductAttention):
         return LearnedOfState(norm, *temperatures)
 
     def _norm_parameters(self) -> dict[str, torch.Tensor]:
-        named = self.state_norm.named_parameters() if hasattr(self, "state_norm") else ()
-        return {name: of_this_process(parameter, self.q_proj) for name, parameter in named}
+        return parameters_of_this_process(self.state_norm, self.q_proj) if self.has_state_norm else {}
 
     def _step(
         self, query, gates, positions, learned: LearnedOfState, *, rotary, dropout, masks, padding=None, choose=choose
@@ -488,18 +472,8 @@ class KVMPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def maybe_distribute_model(cls, model, distributed_config, *args, **kwargs):
-        """As in transformers, which cuts a model here before any weight is read; without rules for what the model lacks, of
-        which it would warn."""
-        size = getattr(distributed_config, "tp_size", None) or 1
-        if model.config.num_key_value_heads % size:
-            raise ValueError(
-                f"`tp_size` {size} does not divide the {model.config.num_key_value_heads} key/value heads, between which tensor "
-                f"parallelism cuts a layer. Use one that does, or `DistributedConfig(fsdp_size={size})`."
-            )
-        if size > 1:
-            parts = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
-            names = {re.sub(r"\.\d+\.", ".*.", name) for name in parts}
-            model._tp_plan = {rule: style for rule, style in model._tp_plan.items() if rule in names}
+        """As in transformers, which cuts a model here before any weight is read."""
+        check_plan(model, distributed_config)
         return super().maybe_distribute_model(model, distributed_config, *args, **kwargs)
 
     def _initialize_weights(self, module, is_custom_code: bool = False):

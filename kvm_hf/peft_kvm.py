@@ -17,6 +17,7 @@ from peft.utils import constants
 from safetensors.torch import load_file, save_file
 
 from .modeling_kvm import PEFT_PARAMETERS, PEFT_TARGETS
+from .parallel_kvm import tp_size_of
 
 for name, mapping in vars(constants).items():
     if (
@@ -40,8 +41,13 @@ def get_peft_model(model, peft_config: peft.PeftConfig, parameters: list[str] | 
 
     Raises:
         ValueError: a name that the model does not have, or that PEFT would pass over; a method that learns a prompt; embeddings
-            that would be adapted apart from the head they are tied to.
+            that would be adapted apart from the head they are tied to; a model that is cut between processes.
     """
+    if tp_size_of(model.config) > 1:
+        raise ValueError(
+            "The model is cut between processes (tensor parallelism), and PEFT's layers know only of whole projections. Load it "
+            "whole, or with `DistributedConfig(fsdp_size=...)`."
+        )
     if peft_config.is_prompt_learning:
         raise ValueError(
             f"{type(peft_config).__name__} learns a prompt and leaves the model's parameters as they are, so there is nothing "

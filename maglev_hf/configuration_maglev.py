@@ -64,7 +64,6 @@ class MaglevConfig(PreTrainedConfig):
     base_model_tp_plan = LAYER_TP_PLAN | {
         "layers.*.self_attn.memory.k_proj": "colwise",
         "layers.*.self_attn.memory.v_proj": "colwise",
-        "layers.*.self_attn.memory.k_norm": "replicated_with_grad_allreduce",
         "layers.*.self_attn.memory.local_gate": "colwise",
         "layers.*.self_attn.memory.memory_gate": "colwise",
     }

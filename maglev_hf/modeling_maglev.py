@@ -4,12 +4,12 @@ Liu & Liu, Maglev: Sliding Recurrent Memory, arXiv 2608.02870; equations and nam
 the decoder are named as in transformers' Llama. The order is that of transformers' model files: norm, RoPE, MLP, memory,
 attention, layer, prefiller, model, heads.
 
-Depends on `configuration_maglev`, `inputs_maglev`, `cache_maglev` and `rollout_maglev` beside it, and on transformers.
+Depends on `configuration_maglev`, `inputs_maglev`, `cache_maglev`, `parallel_maglev` and `rollout_maglev` beside it, and on
+transformers.
 """
 
 import copy
 import os
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import wraps
@@ -33,6 +33,7 @@ from .cache_maglev import MaglevCache, add_memory, check_cache, part_of, restore
 from .configuration_maglev import LAYER_TP_PLAN, ROLLOUTS, MaglevConfig
 from .inputs_maglev import MaglevInputs, read_inputs
 from .padding_maglev import items_within_sequences, labels_within_sequences
+from .parallel_maglev import check_plan, shared_by_heads
 from .rollout_maglev import Rollout, fixed_point, sequential
 
 # transformers 5.24 calls the cache `cache` in inputs and outputs, releases before it `past_key_values`.
@@ -141,7 +142,9 @@ class MaglevMemory(nn.Module):
     def project(self, fed: torch.Tensor, position_embeddings) -> tuple[torch.Tensor, torch.Tensor]:
         """The memory `[B, T, d]` as keys and values `[B, G, T, D]`."""
         key, value = self._heads(self.k_proj(fed)), self._heads(self.v_proj(fed))
-        key = self.k_norm(key).to(value.dtype).transpose(1, 2)  # the norm's weight is float32 under autocast
+        key = (
+            shared_by_heads(self.k_norm, self.k_proj)(key).to(value.dtype).transpose(1, 2)
+        )  # the norm's weight is float32 under autocast
         return apply_rotary(key, position_embeddings), value.transpose(1, 2)
 
     def inject(self, hidden, fed, key, value, position_embeddings) -> tuple[torch.Tensor, torch.Tensor]:
@@ -321,18 +324,8 @@ class MaglevPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def maybe_distribute_model(cls, model, distributed_config, *args, **kwargs):
-        """As in transformers, which cuts a model here before any weight is read; without rules for what the model lacks, of
-        which it would warn."""
-        size = getattr(distributed_config, "tp_size", None) or 1
-        if model.config.num_key_value_heads % size:
-            raise ValueError(
-                f"`tp_size` {size} does not divide the {model.config.num_key_value_heads} key/value heads, between which tensor "
-                f"parallelism cuts a layer. Use one that does, or `DistributedConfig(fsdp_size={size})`."
-            )
-        if size > 1:
-            parts = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
-            names = {re.sub(r"\.\d+\.", ".*.", name) for name in parts}
-            model._tp_plan = {rule: style for rule, style in model._tp_plan.items() if rule in names}
+        """As in transformers, which cuts a model here before any weight is read."""
+        check_plan(model, distributed_config)
         return super().maybe_distribute_model(model, distributed_config, *args, **kwargs)
 
     def _initialize_weights(self, module, is_custom_code: bool = False):
@@ -567,6 +560,13 @@ class MaglevModel(MaglevPreTrainedModel):
 
     def _roll_out(self, inputs: MaglevInputs, rollout: str, guess, wants_states) -> Rollout:
         """Searches for the memories with the cache of `inputs`, and leaves them there."""
+        # FSDP1 wraps a layer, FSDP2 makes it of another class.
+        if any(hasattr(self.layers[0], name) for name in ("_fsdp_wrapped_module", "unshard")):
+            raise ValueError(
+                "Under FSDP each process would search for its memories in another number of passes, and processes would wait for "
+                "each other for ever. Train and evaluate `MaglevForPreTraining` with `config.rollout = 'teacher_forced'`, or use "
+                "DDP."
+            )
         masks = {}
 
         def run(columns, fed):

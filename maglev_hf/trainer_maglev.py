@@ -17,7 +17,8 @@ class MaglevTrainer(Trainer):
     their tokens.
 
     Raises:
-        ValueError: label smoothing or a loss of one's own, which would leave the second term out.
+        ValueError: label smoothing or a loss of one's own, which would leave the second term out; evaluation of the deployed
+            decoder under FSDP.
     """
 
     def __init__(self, *args, **kwargs):
@@ -26,6 +27,14 @@ class MaglevTrainer(Trainer):
             raise ValueError(
                 "`label_smoothing_factor` and `compute_loss_func` replace the model's loss, and with it the distance "
                 "between memories and targets, without which nothing is learned to remember. Leave them out."
+            )
+        config = self.model.config
+        shards = getattr(getattr(config, "distributed_config", None), "fsdp_size", None) or 1
+        evaluates = self.args.eval_strategy != "no" and config.rollout != "teacher_forced"
+        if evaluates and (self.is_fsdp_enabled or shards > 1):
+            raise ValueError(
+                "Under FSDP the deployed decoder, whose loss evaluation gives, cannot search for its memories. Set "
+                "`model.config.rollout = 'teacher_forced'` for the loss of training in its place, or use DDP."
             )
         self._terms, self._first_step, self._num_tokens = {}, 0, None
 
@@ -45,7 +54,11 @@ class MaglevTrainer(Trainer):
             # of all of them; and then their mean over processes, unless it divided by the items of all of those too.
             counted = num_items_in_batch is not None and self.model_accepts_loss_kwargs
             steps = 1 if counted else self.args.gradient_accumulation_steps
-            scale = self.accelerator.num_processes if counted and self.args.average_tokens_across_devices else 1
+            scale = (
+                self.accelerator.num_processes // self.get_tp_size()
+                if counted and self.args.average_tokens_across_devices
+                else 1
+            )
             if not self._terms:
                 self._first_step = self.state.global_step
             for name in ("ce_loss", "consistency_loss"):
