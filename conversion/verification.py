@@ -9,6 +9,7 @@ and in bytes held.
 import json
 import os
 import random
+import re
 import tempfile
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
@@ -436,7 +437,11 @@ def find_device(choice: str) -> torch.device:
 
 
 def read_config(target) -> PreTrainedConfig:
-    """The config of a model folder of ours."""
+    """The config of a model folder of ours, or of a hub id."""
+    if not Path(target).is_dir() and not re.fullmatch(r"[\w.-]*\w/[\w.-]+", str(target)):
+        raise RetrofitError(
+            f"{target} is not a model folder: there is none of that name. `retrofit to-kvm` and `to-maglev` make them."
+        )
     try:
         return AutoConfig.from_pretrained(target)
     except Exception as error:

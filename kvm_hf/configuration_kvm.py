@@ -17,7 +17,7 @@ STATE_TREATMENTS = ("normalized", "positional")
 # Types of RoPE with constant frequencies: where they change with the length, a key could not be turned back later.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 # Tensor parallelism cuts a layer between heads, and with them what a KVM layer has per key/value head. Norms, which all heads share,
-# are whole everywhere (`parallel_kvm`). Rules for what a model lacks are passed over.
+# are whole everywhere (`parallel_kvm`). A model leaves out the rules for what it lacks.
 ATTENTION_TP_PLAN = {
     "layers.*.self_attn.q_proj": "colwise",
     "layers.*.self_attn.k_proj": "colwise",

@@ -48,7 +48,7 @@ from .padding_kvm import (
     read_packing,
     read_padding,
 )
-from .parallel_kvm import check_plan, of_this_process, parameters_of_this_process, shared_by_heads
+from .parallel_kvm import check_heads, of_this_process, parameters_of_this_process, rules_for, shared_by_heads
 from .replay_kvm import replayed
 from .state_kvm import NormalizedKeys, PositionalKeys, SinkKeys, StateRule, choose
 
@@ -470,10 +470,14 @@ class KVMPreTrainedModel(PreTrainedModel):
         super().__init__(config, *args, **kwargs)
         self._made_with_cache = config.use_cache
 
+    def init_parallel_plans(self):
+        super().init_parallel_plans()
+        self._tp_plan = rules_for(self, self._tp_plan)
+
     @classmethod
     def maybe_distribute_model(cls, model, distributed_config, *args, **kwargs):
         """As in transformers, which cuts a model here before any weight is read."""
-        check_plan(model, distributed_config)
+        check_heads(model, distributed_config)
         return super().maybe_distribute_model(model, distributed_config, *args, **kwargs)
 
     def _initialize_weights(self, module, is_custom_code: bool = False):

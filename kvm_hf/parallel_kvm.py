@@ -20,23 +20,21 @@ def tp_size_of(config) -> int:
     return getattr(getattr(config, "distributed_config", None), "tp_size", None) or 1
 
 
-def check_plan(model: nn.Module, distributed_config) -> None:
-    """Before a model is cut: leaves out of its plan what it lacks, of which transformers would warn.
+def rules_for(model: nn.Module, plan: dict[str, str]) -> dict[str, str]:
+    """Of a plan for every model of a kind the rules for what this one has; transformers warns of others."""
+    parts = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
+    names = {re.sub(r"\.\d+\.", ".*.", name) for name in parts}
+    return {rule: style for rule, style in plan.items() if rule in names}
 
-    Raises:
-        ValueError: its heads cannot be shared out evenly.
-    """
+
+def check_heads(model: nn.Module, distributed_config) -> None:
+    """Raises a ValueError if the model's heads cannot be shared out evenly."""
     size, heads = getattr(distributed_config, "tp_size", None) or 1, model.config.num_key_value_heads
-    if size == 1:
-        return
     if heads % size:
         raise ValueError(
             f"`tp_size` {size} does not divide the {heads} key/value heads, between which tensor parallelism cuts a layer. Use "
             f"one that does, or `DistributedConfig(fsdp_size={size})`."
         )
-    parts = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
-    names = {re.sub(r"\.\d+\.", ".*.", name) for name in parts}
-    model._tp_plan = {rule: style for rule, style in model._tp_plan.items() if rule in names}
 
 
 def of_this_process(parameter: torch.Tensor, projection: nn.Module) -> torch.Tensor:

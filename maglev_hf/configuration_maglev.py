@@ -10,7 +10,7 @@ MEMORY_INJECTIONS = ("kv", "residual", "cross_attention", "none")
 ROLLOUTS = ("sequential", "fixed_point", "teacher_forced")
 # Types of RoPE with constant frequencies: a cached key is never turned again.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-# Tensor parallelism cuts the layers of either stack between heads. Rules for what a model lacks are passed over.
+# Tensor parallelism cuts the layers of either stack between heads. A model leaves out the rules for what it lacks.
 LAYER_TP_PLAN = {
     "layers.*.self_attn.q_proj": "colwise",
     "layers.*.self_attn.k_proj": "colwise",

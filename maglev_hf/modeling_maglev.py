@@ -33,7 +33,7 @@ from .cache_maglev import MaglevCache, add_memory, check_cache, part_of, restore
 from .configuration_maglev import LAYER_TP_PLAN, ROLLOUTS, MaglevConfig
 from .inputs_maglev import MaglevInputs, read_inputs
 from .padding_maglev import items_within_sequences, labels_within_sequences
-from .parallel_maglev import check_plan, shared_by_heads
+from .parallel_maglev import check_heads, rules_for, shared_by_heads
 from .rollout_maglev import Rollout, fixed_point, sequential
 
 # transformers 5.24 calls the cache `cache` in inputs and outputs, releases before it `past_key_values`.
@@ -322,10 +322,14 @@ class MaglevPreTrainedModel(PreTrainedModel):
         super().__init__(config, *args, **kwargs)
         self._made_with_cache = config.use_cache
 
+    def init_parallel_plans(self):
+        super().init_parallel_plans()
+        self._tp_plan = rules_for(self, self._tp_plan)
+
     @classmethod
     def maybe_distribute_model(cls, model, distributed_config, *args, **kwargs):
         """As in transformers, which cuts a model here before any weight is read."""
-        check_plan(model, distributed_config)
+        check_heads(model, distributed_config)
         return super().maybe_distribute_model(model, distributed_config, *args, **kwargs)
 
     def _initialize_weights(self, module, is_custom_code: bool = False):

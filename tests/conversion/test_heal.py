@@ -451,7 +451,7 @@ def test_every_round_sees_every_piece_once_in_an_order_that_the_seed_decides(mad
             "41 tokens; 120 are needed",
         ),
         (lambda a, t: a.__setitem__(0, a[1]), "llama model; `heal` takes what `retrofit to-kvm` made"),
-        (lambda a, t: a.__setitem__(0, t / "gone"), "gone is not a model folder"),
+        (lambda a, t: a.__setitem__(0, t / "gone"), "gone is not a model folder: there is none"),
         (lambda a, t: a.__setitem__(1, make_source(t / "other", vocab_size=60)), "`vocab_size` is 60 in the teacher"),
         (
             lambda a, t: a.__setitem__(1, make_source(t / "other", "qwen2")),
@@ -582,6 +582,7 @@ def test_a_loss_that_is_no_number_ends_the_run_and_is_not_saved(arguments, tmp_p
     "fields, words",
     [
         (dict(length=9), "`--length 9` does not reach beyond the window of 8"),
+        (dict(length=12), "up to 12 tokens the state has a row for each of them.* Use 32 or more"),
         (dict(length=2000), "more than the teacher's 1024 positions"),
         (dict(sweeps=2), "`--sweeps 2` is for Maglev models"),
         (dict(steps=0), "`--steps` must be 1 or more, got 0"),

@@ -224,7 +224,7 @@ def test_files_of_the_source_survive_and_the_config_says_what_it_is(source, tmp_
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json", "LICENSE"):
         assert (tmp_path / "target" / name).read_bytes() == (source / name).read_bytes(), name
     code = {path.name for path in (tmp_path / "target").glob("*.py")}
-    parts = ("configuration", "inputs", "modeling", "cache", "layer", "padding", "rollout")
+    parts = ("configuration", "inputs", "modeling", "cache", "layer", "padding", "parallel", "rollout")
     assert code == {f"{part}_maglev.py" for part in parts}
     config = json.loads((tmp_path / "target" / "config.json").read_text())
     original = json.loads((source / "config.json").read_text())

@@ -16,7 +16,8 @@ from kvm_hf import KVMForSequenceClassification
 from maglev_hf import MaglevForPreTraining
 
 MAGLEV_FILES = {
-    f"{part}_maglev.py" for part in ("inputs", "configuration", "modeling", "cache", "layer", "padding", "rollout")
+    f"{part}_maglev.py"
+    for part in ("inputs", "configuration", "modeling", "cache", "layer", "padding", "parallel", "rollout")
 }
 
 
@@ -94,7 +95,18 @@ def test_a_saved_head_carries_its_code(tmp_path):
     KVMForSequenceClassification(config).save_pretrained(tmp_path / "head")
     (tmp_path / "cache").mkdir()
     names = {path.name for path in (tmp_path / "head").glob("*.py")}
-    parts = ("configuration", "modeling", "attention", "cache", "layer", "padding", "replay", "shift", "state")
+    parts = (
+        "configuration",
+        "modeling",
+        "attention",
+        "cache",
+        "layer",
+        "padding",
+        "parallel",
+        "replay",
+        "shift",
+        "state",
+    )
     assert names == {f"{part}_kvm.py" for part in parts}
     loaded = in_fresh_process(
         f"""
