@@ -549,21 +549,19 @@ def _files(paths) -> list:
 
 
 def _check_length(length: int, recipe: Recipe) -> None:
-    window, longest, equal = recipe.window, recipe.config.max_position_embeddings, recipe.equal_tokens()
-    advice = f"Use {min(max(4 * window, 2 * equal), longest)} or more."
-    if equal >= longest:
-        advice = "There is nothing to heal; a target with fewer rows (`retrofit to-kvm --growth`) is smaller."
+    window, longest = recipe.window, recipe.config.max_position_embeddings
+    advice = f"Use several times the window, such as {4 * window}."
     if length <= window + 1:
         raise RetrofitError(
             f"`--length {length}` does not reach beyond the window of {window} tokens, within which the models are equal. {advice}"
         )
-    if length <= equal:
-        raise RetrofitError(
-            f"`--length {length}` is too short: up to {equal} tokens the state has a row for each of them, so that the models are "
-            f"equal. {advice}"
-        )
     if length > longest:
         raise RetrofitError(f"`--length {length}` is more than the teacher's {longest} positions; use at most these.")
+    if recipe.merges_nothing(length):
+        raise RetrofitError(
+            f"At `--length {length}` the state has a row for each token, so that the models are equal. {advice} (Or use a target with "
+            "fewer rows: `--growth` of `to-kvm`.)"
+        )
 
 
 def _check_teacher(source_config, recipe: Recipe) -> None:

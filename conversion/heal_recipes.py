@@ -12,12 +12,11 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvm_hf import KVMConfig, KVMForCausalLM
-from kvm_hf.state_kvm import StateRule, rows_after
 from maglev_hf import GrowingSweeps, MaglevConfig, MaglevForPreTraining
 
 from .errors import RetrofitError, one_line
 from .maglev import LLAMA_BLOCK, MaglevOptions, MaglevPlan
-from .plan import Plan, RetrofitOptions, RetrofitPlan, full_config, kvm_layers
+from .plan import Plan, RetrofitOptions, RetrofitPlan, full_config, kvm_layers, merges_nothing
 from .source import Source
 from .verification import read_config
 
@@ -128,9 +127,9 @@ class Recipe(ABC):
     def is_new(self, name: str) -> bool:
         return any(f".self_attn.{part}" in name for part in self.new_parameters)
 
-    def equal_tokens(self) -> int:
-        """Up to how many tokens a retrofit does what its source does without any healing."""
-        return self.window
+    def merges_nothing(self, length: int) -> bool:
+        """Whether, beyond the window too, the target does what the teacher does already."""
+        return False
 
     def step(self, student: PreTrainedModel, step: int, options):
         """A context for the gradients of one step."""
@@ -173,15 +172,8 @@ class KVMRecipe(Recipe):
     def window(self) -> int:
         return self.config.window_size
 
-    def equal_tokens(self) -> int:
-        rule, tokens = StateRule.from_config(self.config), self.config.window_size
-        if rule.state_treatment == "positional":
-            while tokens < self.config.max_position_embeddings:
-                gone = tokens - rule.window_size + rule.chunk_size  # tokens out of the window at the next one
-                if rows_after(rule, tokens + 1) < gone:
-                    break
-                tokens += rule.chunk_size
-        return tokens
+    def merges_nothing(self, length: int) -> bool:
+        return merges_nothing(self.config, length)
 
     def made_from(self, source_config: PreTrainedConfig) -> KVMConfig:
         return full_config(source_config)

@@ -316,12 +316,22 @@ def layer_bytes(config: KVMConfig, kind: str, tokens: int, dtype: torch.dtype) -
 def kvm_layer_bytes(config: KVMConfig, tokens: int, dtype: torch.dtype) -> int:
     """The same for one `kvm_attention` layer."""
     heads, dim, window = config.num_key_value_heads, config.head_dim, config.window_size
-    rows = rows_after(StateRule.from_config(config), tokens)
+    rows = rows_at(config, tokens)
     buffer = heads * (rows + window) * (2 * dim + (1 if config.count_bias and rows else 0)) * dtype.itemsize
     gates = heads * window * dtype.itemsize if config.gate_keys or config.gate_values else 0
     precise = torch.promote_types(dtype, torch.float32)
     sums = heads * rows * (2 * dim + 4) * precise.itemsize
     return buffer + gates + sums + window * torch.long.itemsize
+
+
+def rows_at(config: KVMConfig, tokens: int) -> int:
+    """Rows of one layer's state after `tokens` tokens."""
+    return rows_after(StateRule.from_config(config), tokens)
+
+
+def merges_nothing(config: KVMConfig, tokens: int) -> bool:
+    """Whether the state then has a row for each token that has left the window, so that a retrofit does what its source does."""
+    return rows_at(config, tokens) >= tokens - config.window_size
 
 
 def full_config(source_config: PreTrainedConfig) -> KVMConfig:

@@ -24,7 +24,6 @@ from rich.table import Table
 from transformers import PreTrainedConfig
 
 from kvm_hf import KVMConfig, KVMForCausalLM
-from kvm_hf.state_kvm import StateRule, rows_after
 
 from .divergence import compare
 from .errors import RetrofitError
@@ -37,6 +36,7 @@ from .plan import (
     full_config,
     kvm_layers,
     layer_bytes,
+    merges_nothing,
     ranges,
 )
 from .source import Source, open_source
@@ -285,7 +285,7 @@ def _text_length(config: KVMConfig, options: RankOptions) -> int:
             f"Layers cannot be ranked on {length} tokens: these have to be more than twice the window of {window}, and at most "
             f"the model's {positions} positions. Use a smaller window, or other `--tokens` of `rank-layers`."
         )
-    if rows_after(StateRule.from_config(config), length) >= length - window:
+    if merges_nothing(config, length):
         raise RetrofitError(
             f"Layers cannot be ranked on {length} tokens: the state has a row for each of them, so that no layer costs "
             "anything. Use fewer rows, or more `--tokens` of `rank-layers`."

@@ -33,11 +33,10 @@ from transformers import (
 
 from kvm_hf import KVMConfig
 from kvm_hf.modeling_kvm import CACHE_NAME
-from kvm_hf.state_kvm import StateRule, rows_after
 
 from .card import add_measurements
 from .errors import RetrofitError
-from .plan import DTYPES, PLANNED_LENGTHS, cache_bytes, full_config, kvm_layer_bytes, kvm_layers
+from .plan import DTYPES, PLANNED_LENGTHS, cache_bytes, full_config, kvm_layer_bytes, kvm_layers, rows_at
 from .source import open_source
 
 TEXT = Path(__file__).parent / "data" / "genesis.txt"
@@ -181,7 +180,7 @@ def verify(
         "target": str(target),
         "text": str(text) if text else "Genesis, King James Version (bundled)",
         "options": asdict(options),
-        "state": {"layers": converted, "window": config.window_size, "rows": _rows_at(config, options.tokens)},
+        "state": {"layers": converted, "window": config.window_size, "rows": rows_at(config, options.tokens)},
         "healed": (Path(target) / HEAL_REPORT).is_file(),
         "window_exactness": exactness,
         "windows": windows,
@@ -482,13 +481,9 @@ def _windows(config: KVMConfig, tokens: int, dtype: torch.dtype) -> dict[str, in
     held = kvm_layer_bytes(config, tokens, dtype)
     return {
         WINDOW: config.window_size,
-        ROWS: config.window_size + _rows_at(config, tokens) - config.num_sink_tokens,
+        ROWS: config.window_size + rows_at(config, tokens) - config.num_sink_tokens,
         BYTES: held // row - config.num_sink_tokens,
     }
-
-
-def _rows_at(config: KVMConfig, tokens: int) -> int:
-    return rows_after(StateRule.from_config(config), tokens)
 
 
 def _blocks(window: int, tokens: int) -> list[tuple[int, int]]:

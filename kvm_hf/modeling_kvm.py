@@ -179,10 +179,8 @@ class KVMDotProductAttention(nn.Module):
         key = self.k_proj(hidden).view(shape)
         value = self.v_proj(hidden).view(shape).transpose(1, 2)
         if self.use_qk_norm:
-            query, key = (
-                shared_by_heads(self.q_norm, self.q_proj)(query),
-                shared_by_heads(self.k_norm, self.k_proj)(key),
-            )
+            query = shared_by_heads(self.q_norm, self.q_proj)(query)
+            key = shared_by_heads(self.k_norm, self.k_proj)(key)
         query, key = query.transpose(1, 2), key.transpose(1, 2)
         if self.use_rope:
             cos, sin = (table.unsqueeze(1) for table in position_embeddings)

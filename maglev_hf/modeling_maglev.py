@@ -142,9 +142,8 @@ class MaglevMemory(nn.Module):
     def project(self, fed: torch.Tensor, position_embeddings) -> tuple[torch.Tensor, torch.Tensor]:
         """The memory `[B, T, d]` as keys and values `[B, G, T, D]`."""
         key, value = self._heads(self.k_proj(fed)), self._heads(self.v_proj(fed))
-        key = (
-            shared_by_heads(self.k_norm, self.k_proj)(key).to(value.dtype).transpose(1, 2)
-        )  # the norm's weight is float32 under autocast
+        key = shared_by_heads(self.k_norm, self.k_proj)(key)
+        key = key.to(value.dtype).transpose(1, 2)  # the norm's weight is float32 under autocast
         return apply_rotary(key, position_embeddings), value.transpose(1, 2)
 
     def inject(self, hidden, fed, key, value, position_embeddings) -> tuple[torch.Tensor, torch.Tensor]:

@@ -582,7 +582,7 @@ def test_a_loss_that_is_no_number_ends_the_run_and_is_not_saved(arguments, tmp_p
     "fields, words",
     [
         (dict(length=9), "`--length 9` does not reach beyond the window of 8"),
-        (dict(length=12), "up to 12 tokens the state has a row for each of them.* Use 32 or more"),
+        (dict(length=12), "`--length 12` the state has a row for each token.* such as 32"),
         (dict(length=2000), "more than the teacher's 1024 positions"),
         (dict(sweeps=2), "`--sweeps 2` is for Maglev models"),
         (dict(steps=0), "`--steps` must be 1 or more, got 0"),

@@ -79,8 +79,8 @@ for name, family in {cases!r}:
                 if (gradient := parameter.grad) is not None:
                     whole = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
                     steps[f"{{name}} {{kind}} {{passes}} {{parameter_name}}"] = whole.clone()
-        steps[f"{{name}} {{kind}} logits"] = output.logits.detach()
         if kind == "tp":
+            steps[f"{{name}} tp logits"] = output.logits.detach()
             steps[f"{{name}} tp cut"] = sorted(n for n, p in model.named_parameters() if hasattr(p, "device_mesh"))
             steps[f"{{name}} tp tokens"] = model.eval().generate(
                 batch["input_ids"], attention_mask=batch["attention_mask"], max_new_tokens=12, do_sample=False
